@@ -119,10 +119,10 @@ class ProcessedImage:
 
 
 @dataclass(frozen=True)
-class SamplingLaw:
+class SamplingDistribution:
     """How logits become the distribution that tokens are drawn from.
 
-    Example: `SamplingLaw(0.7, (5,))` divides logits by 0.7 and never draws id 5.
+    Example: `SamplingDistribution(0.7, (5,))` divides logits by 0.7 and never draws id 5.
     """
 
     temperature: float = 1.0
@@ -141,9 +141,9 @@ class SamplingParams:
     suppressed_ids: tuple[int, ...] = ()
 
     @property
-    def law(self) -> SamplingLaw:
+    def distribution(self) -> SamplingDistribution:
         """The distribution under which log-probs are reported and trained."""
-        return SamplingLaw(self.temperature or 1.0, self.suppressed_ids)
+        return SamplingDistribution(self.temperature or 1.0, self.suppressed_ids)
 
 
 @dataclass(frozen=True, eq=False)

@@ -240,7 +240,7 @@ def transformers_gap(trajectories: Sequence[Trajectory], path: Path, model_type:
             0
         ]
         before = torch.from_numpy(np.flatnonzero(t.mask_T)) - 1
-        logprobs_NV = sampling_logprobs(logits_TV[before], sampling.law)
+        logprobs_NV = sampling_logprobs(logits_TV[before], sampling.distribution)
         chosen_N = logprobs_NV.gather(-1, ids_1T[0, before + 1][:, None])[:, 0].numpy()
         gaps.append(chosen_N - t.logprobs_T[t.mask_T])
     gap_N = np.concatenate(gaps)

@@ -26,7 +26,7 @@ from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from benchmarks.learner_workload import shape_config
 from benchmarks.report import RESULTS, commit, markdown, write_result
-from trainer.learner.cuda_ipc import lend_weights
+from trainer.learner.cuda_ipc import share_weights
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.weights_io import empty_model
 from trainer.setup.components import sampling_params
@@ -72,7 +72,7 @@ async def measure(options: argparse.Namespace, folder: Path, learner: FSDPLearne
     engine = SGLangEngine(settings, renderer.image_token_id)
     on_gpu = learner.device.type == "cuda"
     transport = (
-        IpcTransport(learner, engine, folder / "sync", partial(lend_weights, learner))
+        IpcTransport(learner, engine, folder / "sync", partial(share_weights, learner))
         if on_gpu
         else ServersTransport(learner, engine, folder / "sync")
     )

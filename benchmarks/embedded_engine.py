@@ -89,7 +89,7 @@ def logprob_diff(engine: HFEngine, request: GenerateRequest, written: Completion
     """Return how far a turn's log-probs are from those of one forward over its stream: the mean, and the most."""
     ids = request.ids + written.ids
     dtype = next(engine.model.parameters()).dtype
-    scored = stream_logprobs(engine.model, ids, request.images, "cuda", dtype, request.sampling.law)
+    scored = stream_logprobs(engine.model, ids, request.images, "cuda", dtype, request.sampling.distribution)
     difference_T = np.abs(scored[len(request.ids) - 1 :] - np.asarray(written.logprobs))
     return {"mean_diff": float(difference_T.mean()), "max_diff": float(difference_T.max())}
 

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agents.types import SamplingLaw
+from agents.types import SamplingDistribution
 from benchmarks.learner_ours import Options, fresh_model, our_step
 from benchmarks.learner_peers import image_inputs, plain_step
 from benchmarks.learner_profile import breakdown, print_breakdown
@@ -199,7 +199,7 @@ def _networks(bench: Bench, config: Any, samples: Sequence[TrainingSample], opti
     @torch.no_grad()
     def mine() -> None:
         for packed in batches:
-            model.token_scores(packed, SamplingLaw())
+            model.token_scores(packed, SamplingDistribution())
 
     return _ratio(bench, mine, lambda: theirs(False))
 

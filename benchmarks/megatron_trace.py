@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from agents.model.attention import Span, needs_buckets
 from agents.model.packed import PackedStreams
 from agents.model.policy import PolicyModel
-from agents.types import SamplingLaw, SamplingParams
+from agents.types import SamplingDistribution, SamplingParams
 from trainer.types import TrainingSample
 
 #: The settings of Megatron-Bridge's provider that could move log-probs, one at a time.
@@ -109,7 +109,7 @@ def transformers_states(folder: Path, sample: TrainingSample, device: str, dtype
         with_buckets=needs_buckets(torch.device(device), dtype),
     )
     with torch.no_grad():
-        model.token_scores(packed, SamplingLaw())
+        model.token_scores(packed, SamplingDistribution())
     for hook in hooks:
         hook.remove()
     return _finished(states, backbone.lm_head.weight)
@@ -128,7 +128,7 @@ def megatron_states(
     bare = learner.network.bare
     text = getattr(bare, "language_model", bare)
     places = {"embedding": text.embedding, **{f"layer {n}": layer for n, layer in enumerate(text.decoder.layers)}}
-    if learner.network.sees and sample.images:
+    if learner.network.reads_images and sample.images:
         places["vision"] = bare.vision_model
     states, hooks = _record({**places, "norm": text.decoder})
     learner.score(sample.ids_T.tolist(), sample.images)

@@ -17,7 +17,7 @@ from trainer.config.learner import LearnerConfig
 from trainer.planning.hardware import Hardware
 from trainer.planning.memory import GIB, MetaNetworks, Plan, count_values, empty_network, estimate
 from trainer.planning.shape import ModelShape
-from trainer.planning.speed import Layout, LearnerLayout, Schedule, Speed, Workload
+from trainer.planning.speed import LearnerLayout, PlannedLayout, Schedule, Speed, Workload
 
 COLUMNS = ("run", "figure", "predicted", "measured", "error")
 #: Turns of 240 words: 1.7 a run, of which 68 % end at 512 tokens, so the longest of 128 episodes has about 512.
@@ -98,7 +98,7 @@ def whole_runs(shape: ModelShape) -> Iterator[Compared]:
         workload = workload.model_copy(update={"turn_tokens": tokens / workload.turns})
         hardware = replace(Hardware.read(machine), image_s=image_s)
         schedule = Schedule(problems_per_step=16, max_staleness=staleness, keep_kv_cache=keeps)
-        layout = Layout("colocate" if shares else "split", LearnerLayout(), 1, 1, "ipc", cache_tokens=1e6)
+        layout = PlannedLayout("colocate" if shares else "split", LearnerLayout(), 1, 1, "ipc", cache_tokens=1e6)
         forecast = Speed(shape, hardware, workload, schedule).forecast(layout)
         yield Compared(f"2B, {name}", "training, s", forecast.train_s, found["train_s"])
         yield Compared(f"2B, {name}", "samples/s", forecast.samples_per_s, found["samples_per_s"])

@@ -40,7 +40,7 @@ from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
 from agents.rollout.manager import rollout_groups
-from agents.types import EndReason, ProcessedImage, SamplingLaw, Trajectory, TrajectoryGroup
+from agents.types import EndReason, ProcessedImage, SamplingDistribution, Trajectory, TrajectoryGroup
 from benchmarks.learner_workload import shape_config
 from benchmarks.lessons import lessons, teach
 from benchmarks.report import RESULTS, commit, markdown, write_result
@@ -53,7 +53,7 @@ from trainer.algorithms.advantages import compute_advantages
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import LearnerConfig, OptimConfig
 from trainer.data.packing import training_samples
-from trainer.learner.cuda_ipc import lend_weights
+from trainer.learner.cuda_ipc import share_weights
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.setup.components import sampling_params
 from trainer.weight_sync.sync import WeightSync
@@ -165,7 +165,7 @@ async def parity(bench: Bench) -> dict[str, Any]:
         folder = bench.folder / "sync"
         carriers = {
             "disk": ServersTransport(learner, engine, folder),
-            "ipc": IpcTransport(learner, engine, folder, partial(lend_weights, learner)),
+            "ipc": IpcTransport(learner, engine, folder, partial(share_weights, learner)),
         }
         first = carriers[options.transports[0]]
         sync = WeightSync(learner, first, probed.ids, probed.images, model.image_token_id, options.probe_tolerance)
@@ -266,9 +266,10 @@ def divergence(judge: PolicyModel, renderer: Renderer, one: Trajectory, other: T
     at = int(differs[0])
     before = one.ids_T[:at].tolist()
     images = one.images[: num_images_within(before, one.images, judge.image_token_id)]
-    device, law = next(judge.parameters()).device, SamplingLaw(1.0, renderer.suppressed_ids)
+    device, distribution = next(judge.parameters()).device, SamplingDistribution(1.0, renderer.suppressed_ids)
     first, second = (
-        stream_logprobs(judge, [*before, int(t.ids_T[at])], images, device, law=law)[-1] for t in (one, other)
+        stream_logprobs(judge, [*before, int(t.ids_T[at])], images, device, distribution=distribution)[-1]
+        for t in (one, other)
     )
     return float(abs(first - second))
 

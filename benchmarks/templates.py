@@ -25,7 +25,7 @@ from benchmarks.report import RESULTS, commit, markdown, write_result
 from envs.spec import EnvLimits
 from envs.tool_env import ToolEnv
 from envs.types import Message, Sample
-from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN, QWEN_TEMPLATES, TEXT_ONLY, renderer_for
+from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, TEXT_ONLY, renderer_for
 
 NUM_EPISODES = 400
 #: Words that templates and tokenizers stumble over.
@@ -111,7 +111,7 @@ def play(renderer: Renderer, shows: bool, seed: int) -> dict[str, int]:
 def main() -> None:
     """Run every template."""
     at = commit()
-    names = (*OWN_TEMPLATES, *(QWEN_TEMPLATES if QWEN.exists() else ()))
+    names = (*OWN_TEMPLATES, *QWEN_TEMPLATES)
     rows = {}
     for name in names:
         renderer = renderer_for(name)

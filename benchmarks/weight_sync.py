@@ -37,7 +37,7 @@ from benchmarks.learner_workload import shape_config
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from envs.problems import with_system_prompt
 from envs.registry import get_spec
-from trainer.learner.cuda_ipc import lend_weights
+from trainer.learner.cuda_ipc import share_weights
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.weight_group import SHARED_VARIABLES
 from trainer.learner.weight_sender import RankSender
@@ -139,7 +139,7 @@ async def measure(options: argparse.Namespace, folder: Path, renderer: Renderer)
         checks = WeightChecks(engine, sender)
         transports: Mapping[str, ServersTransport] = {
             "disk": ServersTransport(learner, engine, files),
-            "ipc": IpcTransport(learner, engine, files, partial(lend_weights, learner)),
+            "ipc": IpcTransport(learner, engine, files, partial(share_weights, learner)),
             "nccl": GroupTransport(learner, engine, files, sender),
         }
         for transport in transports.values():

@@ -23,7 +23,7 @@ from envs.wrapper import Wrapper
 
 
 @dataclass
-class Sample:
+class SlimeSample:
     """The fields of slime's sample that an environment reads. It is mutable and lives for one episode."""
 
     prompt: str | list[dict[str, Any]] = ""
@@ -93,7 +93,7 @@ def adapt(build: Callable[..., Any]) -> Callable[..., SlimeEnv]:
     """Wrap a slime module's `build_env`; its `args` get `max_turns` and the entry's options as attributes."""
 
     def build_env(sample: types.Sample, args: EnvArgs) -> SlimeEnv:
-        theirs = Sample([*sample.prompt], sample.label, dict(sample.metadata))
+        theirs = SlimeSample([*sample.prompt], sample.label, dict(sample.metadata))
         names = SimpleNamespace(**{"max_turns": args.max_turns, **args.options})
         module = sys.modules[build.__module__]
         return SlimeEnv(build(sample=theirs, args=names), sample, args, getattr(module, "format_observation", show))
@@ -110,7 +110,7 @@ def _grade(solution: str, ground_truth: str) -> bool:
 
 
 _STAND_INS: dict[str, dict[str, Any]] = {
-    "slime.utils.types": {"Sample": Sample},
+    "slime.utils.types": {"Sample": SlimeSample},
     "slime.rollout.rm_hub": {"grade_answer_verl": _grade},
     "slime.rollout.rm_hub.math_utils": {"extract_answer": extract_boxed, "grade_answer_verl": _grade},
     "examples.geo3k_vlm_multi_turn.base_env": {"BaseInteractionEnv": BaseInteractionEnv},

@@ -106,7 +106,7 @@ def full_logprobs(
         select_BT,
         VisionBatch.build([images], "cpu"),
     )
-    return sampling_logprobs(logits, params.law)
+    return sampling_logprobs(logits, params.distribution)
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ def mixed_logprobs(old: Path, new: Path, ids: Sequence[int], num_old: int, param
     for folder, part_BT in ((old, ids_BT[:, :num_old]), (new, ids_BT[:, num_old:-1])):
         network = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
         parts.append(network(input_ids=part_BT, past_key_values=cache).logits[0])
-    return sampling_logprobs(torch.cat(parts), params.law)
+    return sampling_logprobs(torch.cat(parts), params.distribution)
 
 
 def turn(start: int, end: int, text: str = "") -> Turn:

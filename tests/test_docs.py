@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from agents.engines.sglang.server_arguments import Argument, ServerFacts, choose_arguments, choose_variables
-from agents.engines.sglang.server_facts import Checkpoint, Gpu
+from agents.engines.sglang.server_facts import Gpu, ServedModel
 from envs.check import CHECKS
 from envs.env import CallPolicy, EnvArgs
 from envs.grading import GRADERS
@@ -161,7 +161,7 @@ def test_the_table_of_started_servers_has_every_argument_and_variable_that_is_ch
 
 def chosen_arguments() -> tuple[Argument, ...]:
     """Return arguments of every kind: for a server that shares its GPU, with images and a short context."""
-    checkpoint = Checkpoint(sees=True, max_positions=10_000, weight_bytes=1, token_bytes=1)
+    checkpoint = ServedModel(reads_images=True, max_positions=10_000, weight_bytes=1, token_bytes=1)
     gpu = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30)
     return choose_arguments(ServerFacts(gpu, True, checkpoint, context_length=100, servers_on_gpu=2))
 

@@ -21,7 +21,7 @@ from envs.config.commands import command_line, flag_words
 from envs.config.settings import Section
 from envs.errors import UserError
 from trainer.planning.qwen3_vl import QWEN3_VL, hub_id
-from trainer.planning.speed import Layout, Schedule, Speed, Workload
+from trainer.planning.speed import PlannedLayout, Schedule, Speed, Workload
 
 if TYPE_CHECKING:
     from trainer.planning.hardware import Hardware
@@ -101,7 +101,7 @@ def plan_lines(planned: Planned, hardware: Hardware, num_gpus: int) -> list[str]
     ]
 
 
-def run_command(config: PlanConfig, layout: Layout) -> str:
+def run_command(config: PlanConfig, layout: PlannedLayout) -> str:
     """Return the command of `trainer.run` for a layout."""
     schedule = config.run
     learner = layout.learner

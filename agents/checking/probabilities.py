@@ -15,7 +15,7 @@ from agents.checking.image_gaps import changed_images, measure_image_gaps
 from agents.checking.reference import LEAST_MOVE, text_gap
 from agents.checking.trial import Trial
 from agents.rendering.renderer import Rendered
-from agents.types import Completion, GenerateRequest, SamplingLaw
+from agents.types import Completion, GenerateRequest, SamplingDistribution
 from envs.checks import Broken, NotApplicable
 
 #: Turns that are drawn for the check of the distribution.
@@ -46,7 +46,10 @@ async def check_temperature(trial: Trial) -> str:
     pairs = await _written(trial, [trial.request(prompt, temperature=0.7) for prompt in trial.prompts()])
     request, completion = pairs[0]
     fix = "divide the logits by the temperature before the softmax"
-    if trial.network.gap(request, completion, replace(request.sampling.law, temperature=1.0)) < trial.network.bound:
+    if (
+        trial.network.gap(request, completion, replace(request.sampling.distribution, temperature=1.0))
+        < trial.network.bound
+    ):
         fix += "; they are those of temperature 1"
     return trial.compare(pairs, fix)
 
@@ -144,14 +147,14 @@ async def check_suppressed(trial: Trial) -> str:
             raise Broken(found, "set the logits of suppressed_ids to -inf before drawing")
     request, completion = pairs[-1]
     fix = "suppress before the softmax, so that the other tokens' probabilities add up to 1"
-    if trial.network.gap(request, completion, SamplingLaw()) < trial.network.bound:
+    if trial.network.gap(request, completion, SamplingDistribution()) < trial.network.bound:
         fix += "; they are those without suppression"
     return trial.compare(pairs, fix)
 
 
 async def check_images(trial: Trial) -> str:
     """Another image of the same size moves the log-probs after it as it moves the network's."""
-    if not trial.sees:
+    if not trial.reads_images:
         raise NotApplicable("a model without images")
     network = trial.network
     request = trial.request(trial.prompt(2, [1]))

@@ -17,7 +17,7 @@ from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import sampling_logprobs, stream_logprobs
-from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingLaw
+from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingDistribution
 
 #: Largest mean |d| in nats between an engine and this network, by the dtype that both compute in. Rounding alone gives
 #: about 1e-6 in float32 and 0.005 in bfloat16; flat positions or a missing temperature give 0.1 and more.
@@ -64,8 +64,10 @@ class Reference:
         return int(self.model.config.get_text_config().vocab_size)
 
     @torch.no_grad()
-    def table(self, request: GenerateRequest, ids: Sequence[int], law: SamplingLaw | None = None) -> Tensor:
-        """Return the log-probs (N, V) of every token at each place of a turn, by the request's law or another."""
+    def table(
+        self, request: GenerateRequest, ids: Sequence[int], distribution: SamplingDistribution | None = None
+    ) -> Tensor:
+        """Return the log-probs (N, V) of every token of a turn, by the request's distribution or another."""
         ids_T = np.asarray((*request.ids, *ids), dtype=np.int64)
         grids = [image.grid_thw for image in request.images]
         positions_3T = mrope_positions(ids_T, grids, self.model.image_token_id, self.model.merge_size)
@@ -78,11 +80,15 @@ class Reference:
             select_BT,
             VisionBatch.build([request.images], self.device),
         )
-        return sampling_logprobs(logits_NV, law or request.sampling.law).cpu()
+        return sampling_logprobs(logits_NV, distribution or request.sampling.distribution).cpu()
 
-    def gap(self, request: GenerateRequest, completion: Completion, law: SamplingLaw | None = None) -> float:
+    def gap(
+        self, request: GenerateRequest, completion: Completion, distribution: SamplingDistribution | None = None
+    ) -> float:
         """Return the mean |d| in nats between a completion's log-probs and this network's; inf where one is NaN."""
-        scores = self._logprobs((*request.ids, *completion.ids), request.images, law or request.sampling.law)
+        scores = self._logprobs(
+            (*request.ids, *completion.ids), request.images, distribution or request.sampling.distribution
+        )
         gaps_N = np.abs(scores[len(request.ids) - 1 :] - np.asarray(completion.logprobs))
         return float(np.nan_to_num(gaps_N.mean(), nan=np.inf))
 
@@ -91,9 +97,12 @@ class Reference:
         return self._logprobs(ids, images)
 
     def _logprobs(
-        self, ids: Sequence[int], images: Sequence[ProcessedImage], law: SamplingLaw = SamplingLaw()
+        self,
+        ids: Sequence[int],
+        images: Sequence[ProcessedImage],
+        distribution: SamplingDistribution = SamplingDistribution(),
     ) -> NDArray[np.float32]:
-        return stream_logprobs(self.model, ids, images, self.device, getattr(torch, self.dtype), law)
+        return stream_logprobs(self.model, ids, images, self.device, getattr(torch, self.dtype), distribution)
 
     @torch.no_grad()
     def disturbed(self, path: str, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Reference:

@@ -74,19 +74,19 @@ class Trial:
 
     def prompts(self) -> list[Rendered]:
         """Return a prompt of text and, where the model sees, one with an image and one with two."""
-        images = [(), (1,), (2, 3)] if self.sees else [()]
+        images = [(), (1,), (2, 3)] if self.reads_images else [()]
         return [self.prompt(number, seeds) for number, seeds in enumerate(images)]
 
     def suffix(self, last_id: int) -> Rendered:
         """Return what follows a turn: an answer with an image, where the model sees."""
         content: object = "Go on."
-        if self.sees:
+        if self.reads_images:
             content = [{"type": "image", "image": make_image(4)}, {"type": "text", "text": "Go on."}]
         message: Message = {"role": "user", "content": content}
         return self.renderer.suffix([message], last_id)
 
     @property
-    def sees(self) -> bool:
+    def reads_images(self) -> bool:
         """Whether the model reads images."""
         return self.renderer.image_token_id is not None
 

@@ -90,7 +90,7 @@ async def check_prompt_length(trial: Trial) -> str:
         if completion.prompt_length != len(prompt.ids):
             found = f"read {completion.prompt_length} tokens of {len(prompt.ids)}, {len(prompt.images)} images"
             raise Broken(found, "read the request's ids as they are, and count every placeholder")
-    return f"{', '.join(map(str, lengths))} tokens{', images included' if trial.sees else ''}"
+    return f"{', '.join(map(str, lengths))} tokens{', images included' if trial.reads_images else ''}"
 
 
 async def check_stop(trial: Trial) -> str:
@@ -178,7 +178,7 @@ def _is_same(trial: Trial, request: GenerateRequest, one: Completion, other: Com
 
 async def check_second_turn(trial: Trial) -> str:
     """A session's second turn, whose stream extends the first, is that of a fresh session."""
-    request = trial.request(trial.prompt(0, [1] if trial.sees else []), temperature=0.0)
+    request = trial.request(trial.prompt(0, [1] if trial.reads_images else []), temperature=0.0)
     async with trial.engine.session() as session:
         first = await trial.generate(session, request)
         longer = trial.following(request, first)

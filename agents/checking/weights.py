@@ -122,7 +122,7 @@ async def check_new_weights(trial: Trial) -> str:
         trial.doing = "generate(request)"
 
     async with trial.first_weights_again():
-        prompt = trial.prompt(0, [1] if trial.sees else [])
+        prompt = trial.prompt(0, [1] if trial.reads_images else [])
         request = trial.request(prompt)
         await trial.engine.score(prompt.ids, prompt.images)  # what is cached of it must not be used again
         trial.doing = "generate(request)"

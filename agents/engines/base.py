@@ -69,7 +69,7 @@ class Session(Protocol):
 
         The ids are those that were drawn, verbatim: none is decoded and encoded again. The turn ends with the first
         stop id, which belongs to it ("stop"), or after `max_new_tokens` ("length"). The log-probs are those of
-        `SamplingParams.law`: no other filter of tokens (top-k, top-p, penalties) is in force.
+        `SamplingParams.distribution`: no other filter of tokens (top-k, top-p, penalties) is in force.
 
         Cancelling the call also stops the writing. An exception ends the run; a turn that only this episode has lost
         is a completion with the finish "abort".

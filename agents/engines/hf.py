@@ -150,9 +150,12 @@ class HFEngine:
         overdue = loop.time() - self._waiting_since >= self.max_wait_s
         if len(self._waiting) < len(self._open) and not overdue:
             return
-        law = self._waiting[0][1].law
-        batch = sorted((entry for entry in self._waiting if entry[1].law == law), key=lambda entry: entry[0].order)
-        self._waiting = [entry for entry in self._waiting if entry[1].law != law]
+        distribution = self._waiting[0][1].distribution
+        batch = sorted(
+            (entry for entry in self._waiting if entry[1].distribution == distribution),
+            key=lambda entry: entry[0].order,
+        )
+        self._waiting = [entry for entry in self._waiting if entry[1].distribution != distribution]
         if self._waiting:  # turns of an evaluation, or of training beside one
             self._wait_at_most()
         self._running = loop.create_task(self._run(batch))
@@ -251,7 +254,7 @@ class HFEngine:
     @torch.inference_mode()
     def write(self, turns: Sequence[BatchTurn]) -> None:
         """Write these turns as one batch, each from where it stands to its end, or until `pause`."""
-        laws = {turn.law for turn in turns}
+        laws = {turn.distribution for turn in turns}
         assert len(laws) == 1, f"a batch is drawn with one temperature and one set of suppressed ids, got {laws}"
         for turn in turns:
             turn.note_cached(len(turn.prefix.ids))

@@ -46,7 +46,7 @@ class BatchTurn(PendingTurn):
         return np.random.default_rng(self.request.seed).random(self.request.max_new_tokens)
 
     @property
-    def law(self) -> tuple[float, tuple[int, ...]]:
+    def distribution(self) -> tuple[float, tuple[int, ...]]:
         """Temperature and suppressed ids, which all turns of a batch share."""
         return self.request.sampling.temperature, self.request.sampling.suppressed_ids
 
@@ -172,7 +172,7 @@ class Sampler:
 
     def draw(self, logits_BV: Tensor) -> Tensor:
         """Sample one id for each row, and return them (B,); that of a row whose turn has ended is not kept."""
-        logprobs_BV = sampling_logprobs(logits_BV, self._sampling.law)
+        logprobs_BV = sampling_logprobs(logits_BV, self._sampling.distribution)
         step = self._num_drawn
         if self._sampling.temperature == 0:
             ids_B = logprobs_BV.argmax(-1)

@@ -178,11 +178,11 @@ class ModelFacts:
         """
         config = read_config(path)
         architecture = architecture_of(config)
-        sees = architecture.vision
+        reads_images = architecture.vision
         with _checkpoint_errors(path):
-            image_token_id = int(config.image_token_id) if sees else NO_IMAGE_TOKEN
-            merge_size = int(config.vision_config.spatial_merge_size) if sees else 1
-            if merge_size < 1 or (sees and image_token_id < 0):
+            image_token_id = int(config.image_token_id) if reads_images else NO_IMAGE_TOKEN
+            merge_size = int(config.vision_config.spatial_merge_size) if reads_images else 1
+            if merge_size < 1 or (reads_images and image_token_id < 0):
                 raise ValueError(f"image_token_id {image_token_id}, spatial_merge_size {merge_size}")
             return cls(
                 model_type=config.model_type,

@@ -50,7 +50,7 @@ class Span:
 
 
 @dataclass(frozen=True, eq=False)
-class Bucket:
+class SequenceBatch:
     """Sequences of similar length as one batch.
 
     `queries_BQ` and `keys_BK` are places in the packed row, padded with 0. `seen_B1QK` is True if a query sees a key.
@@ -79,7 +79,7 @@ class Segments:
     max_k: int
     is_causal: bool
     even_length: int
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[SequenceBatch, ...]
     bucket_row_T: Tensor | None
 
     @classmethod
@@ -90,7 +90,7 @@ class Segments:
         shares = any(s.prefix_length for s in spans)
         even = q_lengths[0] if not shares and len(set(q_lengths)) == 1 else 0
         keys = np.concatenate([_keys(span) for span in spans]) if shares else None
-        buckets: tuple[Bucket, ...] = ()
+        buckets: tuple[SequenceBatch, ...] = ()
         rows = None
         if with_buckets and not even:
             buckets, rows = _buckets(spans, is_causal, device)
@@ -265,7 +265,9 @@ def _keys(span: Span) -> NDArray[np.int64]:
     return np.concatenate([prefix, np.arange(span.start, span.start + span.length)])
 
 
-def _buckets(spans: Sequence[Span], is_causal: bool, device: torch.device | str) -> tuple[tuple[Bucket, ...], Tensor]:
+def _buckets(
+    spans: Sequence[Span], is_causal: bool, device: torch.device | str
+) -> tuple[tuple[SequenceBatch, ...], Tensor]:
     """Batch the sequences whose numbers of queries, and of keys, round up to the same power of two.
 
     Returns the buckets and the place of each token in their concatenated batches.
@@ -296,5 +298,5 @@ def _buckets(spans: Sequence[Span], is_causal: bool, device: torch.device | str)
             rows_T[span.start : span.start + span.length] = base + np.arange(span.length)
             base += width_q
         arrays = (queries_BQ, keys_BK, seen_BQK[:, None])
-        buckets.append(Bucket(*(torch.from_numpy(array).to(device) for array in arrays)))
+        buckets.append(SequenceBatch(*(torch.from_numpy(array).to(device) for array in arrays)))
     return tuple(buckets), torch.from_numpy(rows_T).to(device)

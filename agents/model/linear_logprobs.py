@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from agents.types import SamplingLaw
+from agents.types import SamplingDistribution
 
 #: Logits of a chunk in float32: 1 GiB.
 CHUNK_VALUES = 2**28
@@ -31,14 +31,14 @@ LEAST = -1e4
 
 
 def linear_scores(
-    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, law: SamplingLaw, compiled: bool = False
+    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, distribution: SamplingDistribution, compiled: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy in nats of its distribution, both (N,) float32.
 
     `compiled` fuses the operations after the matrix products, which memory bandwidth limits on a GPU, into few kernels.
     """
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        return _LinearScores.apply(hidden_NH, weight_VH, targets_N, law, compiled)  # type: ignore[no-any-return]
+        return _LinearScores.apply(hidden_NH, weight_VH, targets_N, distribution, compiled)  # type: ignore[no-any-return]
 
 
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
@@ -56,16 +56,21 @@ class _LinearScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, law: SamplingLaw, compiled: bool
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        targets_N: Tensor,
+        distribution: SamplingDistribution,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         count = len(hidden_NH)
         logprobs_N, entropy_N, norm_N = (hidden_NH.new_empty(count, dtype=torch.float32) for _ in range(3))
         summarise = kernel(_summary, compiled)
         for chunk in chunks_of(count, len(weight_VH)):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, law)
+            logits_CV = _logits(hidden_NH[chunk], weight_VH, distribution)
             logprobs_N[chunk], entropy_N[chunk], norm_N[chunk] = summarise(logits_CV, targets_N[chunk])
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, norm_N)
-        ctx.law = law
+        ctx.distribution = distribution
         ctx.compiled = compiled
         return logprobs_N, entropy_N
 
@@ -79,8 +84,8 @@ class _LinearScores(torch.autograd.Function):
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
         derive = kernel(derivative, ctx.compiled)
         for chunk in chunks_of(len(hidden_NH), len(weight_VH)):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, ctx.law)
-            scale = 1 / ctx.law.temperature
+            logits_CV = _logits(hidden_NH[chunk], weight_VH, ctx.distribution)
+            scale = 1 / ctx.distribution.temperature
             numbers = (x[chunk] for x in (targets_N, norm_N, entropy_N, grad_logprobs_N, grad_entropy_N))
             grad_CV = derive(logits_CV, *numbers, scale).to(hidden_NH.dtype)
             if grad_hidden_NH is not None:
@@ -90,16 +95,16 @@ class _LinearScores(torch.autograd.Function):
         return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None, *[None] * 3
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, law: SamplingLaw) -> Tensor:
-    return law_logits(float32_product(hidden_CH, weight_VH.T), law)
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, distribution: SamplingDistribution) -> Tensor:
+    return law_logits(float32_product(hidden_CH, weight_VH.T), distribution)
 
 
-def law_logits(logits_CV: Tensor, law: SamplingLaw) -> Tensor:
+def law_logits(logits_CV: Tensor, distribution: SamplingDistribution) -> Tensor:
     """Return float32 logits divided by the temperature, -inf where an id is suppressed; changes them in place."""
-    if law.temperature != 1.0:
-        logits_CV /= law.temperature
-    if law.suppressed_ids:
-        logits_CV[:, list(law.suppressed_ids)] = float("-inf")
+    if distribution.temperature != 1.0:
+        logits_CV /= distribution.temperature
+    if distribution.suppressed_ids:
+        logits_CV[:, list(distribution.suppressed_ids)] = float("-inf")
     return logits_CV
 
 

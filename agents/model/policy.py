@@ -28,7 +28,7 @@ from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, needs_bucke
 from agents.model.linear_logprobs import float32_product, linear_scores
 from agents.model.packed import PackedStreams, VisionBatch
 from agents.model.vision import tower_inputs
-from agents.types import SamplingLaw
+from agents.types import SamplingDistribution
 
 
 class PolicyModel(nn.Module):
@@ -174,7 +174,7 @@ class PolicyModel(nn.Module):
         last = (rows_B, torch.zeros_like(rows_B))
         return self(ids_B[:, None], positions_3B1, seen_BC[:, None, None], last, None, cache)
 
-    def token_scores(self, packed: PackedStreams, law: SamplingLaw) -> tuple[Tensor, Tensor]:
+    def token_scores(self, packed: PackedStreams, distribution: SamplingDistribution) -> tuple[Tensor, Tensor]:
         """Return the log-prob of each chosen token and the entropy in nats at its place, both (N,) float32.
 
         This is the network of `forward` over one packed row: nothing is padded, and only one chunk of logits
@@ -193,7 +193,7 @@ class PolicyModel(nn.Module):
         )
         hidden_NH = hidden_1TH[0].index_select(0, packed.before_N)
         lm_head: Any = self.backbone.lm_head
-        return linear_scores(hidden_NH, lm_head.weight, packed.targets_N, law, self.compiled_scores)
+        return linear_scores(hidden_NH, lm_head.weight, packed.targets_N, distribution, self.compiled_scores)
 
     def _hidden(
         self,

@@ -17,12 +17,12 @@ from agents.model.linear_logprobs import law_logits
 from agents.model.mrope import mrope_positions
 from agents.model.packed import PackedStreams
 from agents.model.policy import PolicyModel
-from agents.types import ProcessedImage, SamplingLaw
+from agents.types import ProcessedImage, SamplingDistribution
 
 
-def sampling_logprobs(logits_NV: Tensor, law: SamplingLaw) -> Tensor:
+def sampling_logprobs(logits_NV: Tensor, distribution: SamplingDistribution) -> Tensor:
     """Return the log-probs of the distribution that tokens are drawn from, float32 (N, V)."""
-    return law_logits(logits_NV.to(torch.float32, copy=True), law).log_softmax(-1)
+    return law_logits(logits_NV.to(torch.float32, copy=True), distribution).log_softmax(-1)
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def stream_logprobs(
     images: Sequence[ProcessedImage],
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
-    law: SamplingLaw = SamplingLaw(),
+    distribution: SamplingDistribution = SamplingDistribution(),
 ) -> NDArray[np.float32]:
     """Return the log-prob of each id but the first, given those before it, (T - 1,).
 
@@ -53,4 +53,4 @@ def stream_logprobs(
         device=device,
         with_buckets=needs_buckets(torch.device(device), dtype),
     )
-    return model.token_scores(packed, law)[0].cpu().numpy()
+    return model.token_scores(packed, distribution)[0].cpu().numpy()

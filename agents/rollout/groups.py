@@ -28,7 +28,7 @@ def derive_seed(*parts: int | str) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class GroupProblem:
     """A sample and the origin of its episodes' seeds: copy c has `derive_seed(seed, index, c)`."""
 
     sample: Sample
@@ -149,7 +149,7 @@ class RunningGroup:
     """
 
     number: int
-    problem: Problem
+    problem: GroupProblem
     attempt: int = 0
     played: dict[int, Trajectory] = field(default_factory=dict)
     discarded: tuple[Trajectory, ...] = ()
@@ -158,7 +158,7 @@ class RunningGroup:
     counts: bool | None = None
 
     @classmethod
-    def restore(cls, saved: GroupInFlight, problem: Problem) -> RunningGroup:
+    def restore(cls, saved: GroupInFlight, problem: GroupProblem) -> RunningGroup:
         """Return the group that `save` was called on."""
         metadata = plain_dict(problem.sample.metadata, lambda value: value)
         played, discarded = _with_metadata(saved.played, saved.discarded, metadata)

@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from agents.rollout.episode import ABORT, Episode
-from agents.rollout.groups import ManagerState, Problem, Queue, RolloutOptions, RunningGroup, StepRollout
+from agents.rollout.groups import GroupProblem, ManagerState, Queue, RolloutOptions, RunningGroup, StepRollout
 from agents.types import Completion, Trajectory, TrajectoryGroup
 from envs.contract import EpisodeEnv
 from envs.types import Sample, private
@@ -51,7 +51,7 @@ class RolloutManager:
         episode: Episode,
         build_env: Callable[..., EpisodeEnv],
         args: Any,
-        problem_at: Callable[[int], Problem],
+        problem_at: Callable[[int], GroupProblem],
         options: RolloutOptions,
         on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
         state: ManagerState = ManagerState(),
@@ -347,7 +347,7 @@ async def rollout_groups(
     The embedded engine gives the same groups for the same seed.
     """
     options = RolloutOptions(group_size, resample, max_concurrent)
-    problems = [Problem(sample, seed, index) for index, sample in enumerate(samples)]
+    problems = [GroupProblem(sample, seed, index) for index, sample in enumerate(samples)]
     manager = RolloutManager(episode, build_env, args, problems.__getitem__, options, on_episode)
     try:
         return list((await manager.collect(len(problems))).groups)

@@ -26,7 +26,7 @@ SOURCES = Sources(
 )
 
 
-class ProblemsConfig(PromptsConfig):
+class EvaluatedProblemsConfig(PromptsConfig):
     """Problems to evaluate on."""
 
     split: str = Field(default="", description="split; empty: train of --data, heldout of the environment's own")
@@ -115,7 +115,7 @@ class EvaluateConfig(Section):
     """An evaluation."""
 
     env: EnvConfig = EnvConfig()
-    data: ProblemsConfig = ProblemsConfig()
+    data: EvaluatedProblemsConfig = EvaluatedProblemsConfig()
     model: EvaluatedModelConfig = EvaluatedModelConfig()
     engine: EvaluatedEngineConfig = EvaluatedEngineConfig()
     measurement: MeasurementConfig = MeasurementConfig()

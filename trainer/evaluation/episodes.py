@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 from agents.rollout.episode import Episode
-from agents.rollout.groups import Problem, RolloutOptions
+from agents.rollout.groups import GroupProblem, RolloutOptions
 from agents.rollout.manager import RolloutManager
 from agents.types import EndReason, Trajectory, TrajectoryGroup, Turn, is_success
 from envs.contract import EnvFault, EpisodeEnv
@@ -20,7 +20,7 @@ from envs.spec import EnvSpec
 from envs.success import Success
 from envs.types import SampleSource, private
 from trainer.config.inputs import Tools
-from trainer.evaluation.results import EpisodeResult, Evaluation, ProblemResult, summarise
+from trainer.evaluation.results import EvaluatedEpisode, Evaluation, ProblemResult, summarise
 from trainer.evaluation.statistics import Intervals
 from trainer.metrics.log import tool_outcomes
 
@@ -146,8 +146,8 @@ class ProblemPlayer:
     def _grades_first_turn(self) -> bool:
         return self.options.grades_first_turn and self.options.success is not None
 
-    def _problem(self, number: int) -> Problem:
-        return Problem(self.samples[number], self.options.seed, number)
+    def _problem(self, number: int) -> GroupProblem:
+        return GroupProblem(self.samples[number], self.options.seed, number)
 
     def _is_whole(self, group: TrajectoryGroup) -> bool:
         """Return whether a group that was not collected is complete, with no aborted episode."""
@@ -176,9 +176,9 @@ class ProblemPlayer:
             )
         return ""
 
-    def _episode_result(self, t: Trajectory) -> EpisodeResult:
+    def _episode_result(self, t: Trajectory) -> EvaluatedEpisode:
         self._info_keys.update(str(key) for turn in t.turns for key in turn.info)
-        return EpisodeResult(
+        return EvaluatedEpisode(
             reward=t.reward,
             is_right=self._is_right(t),
             end_reason=t.end_reason,
@@ -224,7 +224,7 @@ class ProblemPlayer:
         """Complete the results from `first` on: replay the first turns that their episodes did not grade."""
         limit = asyncio.Semaphore(self.options.max_concurrent)
 
-        async def complete(number: int, t: Trajectory, result: EpisodeResult) -> EpisodeResult:
+        async def complete(number: int, t: Trajectory, result: EvaluatedEpisode) -> EvaluatedEpisode:
             if result.is_first_turn_right is not None:
                 return result
             async with limit:

@@ -39,7 +39,7 @@ from trainer.checkpoint.run_dir import EPISODES, make_folder
 from trainer.config.evaluation import EvaluateConfig, MeasurementConfig
 from trainer.config.inputs import NUM_HELD_OUT, check_device
 from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, ways
-from trainer.evaluation.results import Difference, Evaluation, ProblemResult, compare, summarise
+from trainer.evaluation.results import Evaluation, EvaluationDifference, ProblemResult, compare, summarise
 from trainer.evaluation.statistics import Intervals
 from trainer.metrics.console import Display
 from trainer.setup.components import build_episode
@@ -91,7 +91,7 @@ class Report:
     partial: str
     seconds: float
     ways: Mapping[str, Evaluation]
-    difference: Difference | None
+    difference: EvaluationDifference | None
 
     @property
     def is_interrupted(self) -> bool:

@@ -23,7 +23,7 @@ UNKNOWN_REACH = 1.0
 
 
 @dataclass(frozen=True)
-class EpisodeResult:
+class EvaluatedEpisode:
     """The result of one episode.
 
     `is_right`: it is a success, see `agents.types.is_success`; None where the environment knows none.
@@ -54,7 +54,7 @@ class ProblemResult:
     number: int
     sample_id: str
     tags: Mapping[str, str]
-    episodes: tuple[EpisodeResult, ...]
+    episodes: tuple[EvaluatedEpisode, ...]
 
     @property
     def num_right(self) -> int:
@@ -142,7 +142,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Difference:
+class EvaluationDifference:
     """The main figure of one way of playing minus that of another, on the problems that both have played.
 
     `num_gained` problems are right in the first way alone, `num_lost` in the second alone, and `p_value` is McNemar's.
@@ -199,7 +199,9 @@ def knows_success(results_P: Sequence[ProblemResult]) -> bool:
     return results_P[0].episodes[0].is_right is not None
 
 
-def compare(first_P: Sequence[ProblemResult], second_P: Sequence[ProblemResult], how: Intervals) -> Difference | None:
+def compare(
+    first_P: Sequence[ProblemResult], second_P: Sequence[ProblemResult], how: Intervals
+) -> EvaluationDifference | None:
     """Return the first way minus the second, paired by problem; None if they have no problem in common."""
     others = {result.number: result for result in second_P}
     pairs = [(result, others[result.number]) for result in first_P if result.number in others]
@@ -211,13 +213,15 @@ def compare(first_P: Sequence[ProblemResult], second_P: Sequence[ProblemResult],
     gains_P = [(one.num_right - other.num_right) / num_samples for one, other in pairs]
     estimate = estimate_mean(gains_P, how, bounds=(-1.0, 1.0))
     if num_samples > 1:
-        return Difference(estimate, None, None, None)
+        return EvaluationDifference(estimate, None, None, None)
     gained = gains_P.count(1.0)
     lost = gains_P.count(-1.0)
-    return Difference(estimate, gained, lost, mcnemar(gained, lost))
+    return EvaluationDifference(estimate, gained, lost, mcnemar(gained, lost))
 
 
-def _compare_rewards(pairs: Sequence[tuple[ProblemResult, ProblemResult]], how: Intervals) -> Difference | None:
+def _compare_rewards(
+    pairs: Sequence[tuple[ProblemResult, ProblemResult]], how: Intervals
+) -> EvaluationDifference | None:
     rewards = [(one.valid_rewards, other.valid_rewards) for one, other in pairs]
     known = [(one, other) for one, other in rewards if one and other]
     if not known:
@@ -225,7 +229,7 @@ def _compare_rewards(pairs: Sequence[tuple[ProblemResult, ProblemResult]], how: 
     gains_P = [sum(one) / len(one) - sum(other) / len(other) for one, other in known]
     every = [reward for one, other in known for reward in (*one, *other)]
     reach = max(every) - min(every)
-    return Difference(None, None, None, None, estimate_mean(gains_P, how, bounds=(-reach, reach)))
+    return EvaluationDifference(None, None, None, None, estimate_mean(gains_P, how, bounds=(-reach, reach)))
 
 
 def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals, bounds: tuple[float, float]) -> Estimate | None:
@@ -264,14 +268,14 @@ def _second_attempts(results_P: Sequence[ProblemResult], how: Intervals) -> Seco
     return SecondAttempts(share("wrong"), share("right"), confusion)
 
 
-def _first_two(episode: EpisodeResult) -> tuple[str, str]:
+def _first_two(episode: EvaluatedEpisode) -> tuple[str, str]:
     first, second = ("right" if right else "wrong" for right in (episode.attempts * 2)[:2])
     return first, second if len(episode.attempts) > 1 else "none"
 
 
-def _ends(episodes: Sequence[EpisodeResult]) -> dict[str, EndReasonStats]:
+def _ends(episodes: Sequence[EvaluatedEpisode]) -> dict[str, EndReasonStats]:
     """Return the statistics of each end reason, the most frequent one first."""
-    of_reason: dict[str, list[EpisodeResult]] = defaultdict(list)
+    of_reason: dict[str, list[EvaluatedEpisode]] = defaultdict(list)
     for episode in episodes:
         of_reason[episode.end_reason.value].append(episode)
     return {

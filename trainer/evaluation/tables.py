@@ -11,7 +11,7 @@ from envs.console import Console
 from envs.success import Success
 from trainer.evaluation.curve import title
 from trainer.evaluation.evaluator import Report
-from trainer.evaluation.results import Difference, Evaluation, Figure
+from trainer.evaluation.results import Evaluation, EvaluationDifference, Figure
 
 #: The most values of one metadata key that are shown; the file has all.
 MAX_VALUES_SHOWN = 24
@@ -74,7 +74,7 @@ def _column(evaluation: Evaluation) -> dict[str, str]:
     }
 
 
-def _difference_line(report: Report, difference: Difference) -> str:
+def _difference_line(report: Report, difference: EvaluationDifference) -> str:
     first, second = map(title, report.ways)
     d = difference.accuracy or difference.mean_reward
     assert d, "a difference has one of the two"

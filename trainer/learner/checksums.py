@@ -24,11 +24,11 @@ _PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))
 
 
 @dataclass(frozen=True)
-class Cut:
+class TensorSlice:
     """What one GPU of a server may hold of some weights: joined by rows, each whole or one of `count` equal parts.
 
     Parts are cut along `axis`. Example, the second half of an attention's heads, as the second of two GPUs has it:
-    `Cut(("q_proj.weight", "k_proj.weight", "v_proj.weight"), axis=0, index=1, count=2)`.
+    `TensorSlice(("q_proj.weight", "k_proj.weight", "v_proj.weight"), axis=0, index=1, count=2)`.
     """
 
     names: tuple[str, ...]
@@ -44,13 +44,13 @@ class Cut:
         return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
-def checksums(weights: Iterable[tuple[str, Tensor]], cuts: Sequence[Cut]) -> dict[Cut, str]:
+def checksums(weights: Iterable[tuple[str, Tensor]], cuts: Sequence[TensorSlice]) -> dict[TensorSlice, str]:
     """Return the checksum of each cut of a stream of weights. A weight is held until its last cut was made."""
     return dict(_checksums(weights, cuts))
 
 
-def _checksums(weights: Iterable[tuple[str, Tensor]], cuts: Sequence[Cut]) -> Iterator[tuple[Cut, str]]:
-    by_name: dict[str, list[Cut]] = {}
+def _checksums(weights: Iterable[tuple[str, Tensor]], cuts: Sequence[TensorSlice]) -> Iterator[tuple[TensorSlice, str]]:
+    by_name: dict[str, list[TensorSlice]] = {}
     for cut in cuts:
         for name in cut.names:
             by_name.setdefault(name, []).append(cut)

@@ -36,7 +36,7 @@ HEADER_WORDS = 8
 
 
 @dataclass(frozen=True)
-class Loan:
+class WeightHandles:
     """Weights of `num_bytes` that other processes may copy: strings that servers can turn into tensors."""
 
     payloads: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Loan:
 
 
 class Counters:
-    """Torch's counters of what was lent: each begins at 1, and a receiver that lets go takes 1 away.
+    """Torch's counters of what was shared: each begins at 1, and a receiver that lets go takes 1 away.
 
     Torch frees what has 0. They are unsigned: a second receiver, or one that dies, leaves another number for good, and
     with it the memory. So whoever knows that nobody needs it any more sets them to 0.
@@ -83,23 +83,23 @@ class Counters:
 
 
 @contextmanager
-def lend_weights(learner: WeightSource) -> Iterator[Loan]:
-    """Lend the weights of a learner of this process.
+def share_weights(learner: WeightSource) -> Iterator[WeightHandles]:
+    """Share the weights of a learner of this process.
 
     The weights, in the learner's `dtype`, stay in memory until the context is left: leave it when every receiver has
     copied them, or is lost. Each string may go to any number of receivers. A receiver opens one handle for each
     underlying tensor, so a few large tensors are faster than hundreds of small ones.
     """
-    lent = list(buckets(learner.stream(), BUCKET_VALUES))
+    shared = list(buckets(learner.stream(), BUCKET_VALUES))
     counters = Counters()
     try:
-        payloads = tuple(handles(bucket.named, counters) for bucket in lent)
+        payloads = tuple(handles(bucket.named, counters) for bucket in shared)
         if not counters.are_new():
-            logger.warning("torch %s counts what is lent in another way: a push may keep memory", torch.__version__)
+            logger.warning("torch %s counts what is shared in another way: a push may keep memory", torch.__version__)
             counters = Counters()
-        yield Loan(payloads, sum(bucket.flat.nbytes for bucket in lent))
+        yield WeightHandles(payloads, sum(bucket.flat.nbytes for bucket in shared))
     finally:
-        del lent
+        del shared
         counters.clear()
         if learner.device.type == "cuda":
             torch.cuda.ipc_collect()

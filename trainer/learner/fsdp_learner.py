@@ -44,7 +44,7 @@ from trainer.learner.sharding import (
     shard,
     trainable_parameters,
 )
-from trainer.learner.step_learner import SampleLogprobs, Seen, StepLearner
+from trainer.learner.step_learner import OnMicroBatch, SampleLogprobs, StepLearner
 from trainer.learner.step_sums import StepSums
 from trainer.learner.weights_io import empty_model, load_weights
 from trainer.types import MicroBatch, Row, TrainingSample
@@ -119,7 +119,11 @@ class FSDPLearner(StepLearner[MicroBatch]):
         return self._sharded(model, path, 0).eval()
 
     def _forward(
-        self, runs: Iterable[list[list[Row]]], any_images: bool, seen: Seen[MicroBatch], is_reference: bool = False
+        self,
+        runs: Iterable[list[list[Row]]],
+        any_images: bool,
+        on_micro_batch: OnMicroBatch[MicroBatch],
+        is_reference: bool = False,
     ) -> None:
         network = self._reference if is_reference and self._reference else self.model
         # Without its adapters, the policy is its own reference.
@@ -127,7 +131,7 @@ class FSDPLearner(StepLearner[MicroBatch]):
         with torch.no_grad(), adapters:
             for bins in runs:
                 for batch in self._batches(bins, any_images):
-                    seen(batch, *network.token_scores(batch.packed, self.sampling.law))
+                    on_micro_batch(batch, *network.token_scores(batch.packed, self.sampling.distribution))
         reshard(network)
 
     def _update(
@@ -150,7 +154,7 @@ class FSDPLearner(StepLearner[MicroBatch]):
         bins = self._bins(trained)
         for number, batch in enumerate(self._batches(bins, any_images), 1):
             keep_gathered(self.model, self._keeps_gathered and number < len(bins))
-            loss = loss_of(batch, *self.model.token_scores(batch.packed, self.sampling.law))
+            loss = loss_of(batch, *self.model.token_scores(batch.packed, self.sampling.distribution))
             # FSDP averages gradients over ranks, but the token weights already hold the global denominator: undo it.
             (loss * dist.get_world_size()).backward()
         if bins:

@@ -30,12 +30,12 @@ from agents.types import ProcessedImage, SamplingParams
 from envs.errors import UserError, first_line
 from envs.workers.ray_worker import begin_ray
 from trainer.config.learner import ClusterConfig, LearnerPlan
-from trainer.learner.checksums import Cut
-from trainer.learner.cuda_ipc import Loan
+from trainer.learner.checksums import TensorSlice
+from trainer.learner.cuda_ipc import WeightHandles
 from trainer.learner.layout import Layout
 from trainer.learner.protocol import CheckpointFailed, LearnerLost
 from trainer.learner.rank_split import light_images, shares
-from trainer.learner.ray_worker import PULSE, LearnerWorker, Place
+from trainer.learner.ray_worker import HEARTBEAT, LearnerWorker, Place
 from trainer.learner.reservation import Request, wait_for
 from trainer.learner.weight_group import SHARED_VARIABLES
 from trainer.learner.weight_sender import Sent
@@ -156,7 +156,7 @@ class LearnerGroup:
         except GetTimeoutError:
             raise request.no_room() from None
         # Its types leave this option out.
-        actor = ray.remote(concurrency_groups={PULSE: 1})(LearnerWorker)  # pyright: ignore[reportCallIssue]
+        actor = ray.remote(concurrency_groups={HEARTBEAT: 1})(LearnerWorker)  # pyright: ignore[reportCallIssue]
         for index in range(wanted):
             strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=index)
             options = actor.options(
@@ -269,11 +269,11 @@ class LearnerGroup:
         self.steps_done = self._call("restore", (folder.absolute(),))[0]
 
     @contextlib.contextmanager
-    def lend(self) -> Iterator[Loan]:
+    def share_weights(self) -> Iterator[WeightHandles]:
         """Lend rank 0's weights to processes on its host, as `trainer.learner.cuda_ipc.lend_weights` does."""
-        loan = self._call("lend")[0]
+        shared = self._call("share_weights")[0]
         try:
-            yield loan
+            yield shared
         finally:
             if self._lost is None:
                 self._call("take_back")
@@ -301,7 +301,7 @@ class LearnerGroup:
         """Let all ranks gather the weights, and rank 0 send them."""
         return self._call("sender.send_weights")[0]
 
-    def checksums(self, cuts: Sequence[Cut]) -> Mapping[Cut, str]:
+    def checksums(self, cuts: Sequence[TensorSlice]) -> Mapping[TensorSlice, str]:
         """Return the checksum of each cut of the weights; none of cuts that cannot be made."""
         return self._call("sender.checksums", (tuple(cuts),))[0]
 
@@ -374,7 +374,7 @@ class LearnerGroup:
 
     def _pulses(self) -> list[int]:
         """Return how much each rank has done so far; -1 for one that does not say."""
-        refs = [worker.pulse.remote() for worker in self.workers]
+        refs = [worker.heartbeat.remote() for worker in self.workers]
         said, _ = ray.wait(refs, num_returns=len(refs), timeout=PULSE_S)
         pulses = []
         for ref in refs:

@@ -25,12 +25,12 @@ from agents.types import SamplingParams
 from trainer.config.learner import LearnerPlan
 from trainer.learner.build import build_learner
 from trainer.learner.collectives import listen, use_loopback
-from trainer.learner.cuda_ipc import Loan, lend_weights
+from trainer.learner.cuda_ipc import WeightHandles, share_weights
 from trainer.learner.protocol import CheckpointFailed, RankLearner
 from trainer.learner.weight_sender import RankSender
 
 #: The thread of a rank that says how far it is while another one works.
-PULSE = "pulse"
+HEARTBEAT = "heartbeat"
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class LearnerWorker:
         self._learner: RankLearner | None = None
         self._loan = contextlib.ExitStack()
 
-    @ray.method(concurrency_group=PULSE)
-    def pulse(self) -> int:
+    @ray.method(concurrency_group=HEARTBEAT)
+    def heartbeat(self) -> int:
         """Return how many micro-batches this rank has begun, also while it works on one."""
         return self._learner.num_batches_begun if self._learner else 0
 
@@ -160,15 +160,15 @@ class LearnerWorker:
         self.learner.restore(folder)
         return self.learner.steps_done
 
-    def lend(self) -> Loan:
+    def share_weights(self) -> WeightHandles:
         """Return the handles of `trainer.learner.cuda_ipc.lend_weights` on rank 0; they are valid until `take_back`."""
         self.take_back()
         if self._rank == 0:
-            return self._loan.enter_context(lend_weights(self.learner))
+            return self._loan.enter_context(share_weights(self.learner))
         for _ in self.learner.stream():
             pass
-        return Loan()
+        return WeightHandles()
 
     def take_back(self) -> None:
-        """Free the weights that were lent."""
+        """Free the weights that were shared."""
         self._loan.close()

@@ -33,7 +33,7 @@ from trainer.types import ModelTokens, Row, StepStats, TokenBatch, TrainingSampl
 SampleLogprobs = Mapping[TrainingSample, Tensor]
 BatchT = TypeVar("BatchT", bound=TokenBatch)
 #: Takes a micro-batch, and the log-probs (N,) and entropies (N,) of its model tokens.
-Seen = Callable[[BatchT, Tensor, Tensor], object]
+OnMicroBatch = Callable[[BatchT, Tensor, Tensor], object]
 
 
 class StepLearner(abc.ABC, Generic[BatchT]):
@@ -77,11 +77,15 @@ class StepLearner(abc.ABC, Generic[BatchT]):
 
     @abc.abstractmethod
     def _forward(
-        self, runs: Iterable[list[list[Row]]], any_images: bool, seen: Seen[BatchT], is_reference: bool = False
+        self,
+        runs: Iterable[list[list[Row]]],
+        any_images: bool,
+        on_micro_batch: OnMicroBatch[BatchT],
+        is_reference: bool = False,
     ) -> None:
         """Run the micro-batches of these rows forward, without gradients, by the policy or the reference network.
 
-        Calls `seen` for each micro-batch on the ranks that know its log-probs and entropies.
+        Calls `on_micro_batch` for each micro-batch on the ranks that know its log-probs and entropies.
         """
 
     @abc.abstractmethod
@@ -178,11 +182,11 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         """Return log-probs under the current weights; `sums` measures how far the rollout's are from them."""
         scores: dict[TrainingSample, Tensor] = {}
 
-        def seen(batch: BatchT, logprobs_N: Tensor, entropy_N: Tensor) -> None:
+        def on_micro_batch(batch: BatchT, logprobs_N: Tensor, entropy_N: Tensor) -> None:
             sums.measure(batch, logprobs_N, entropy_N)
             scores.update(by_sample(batch, logprobs_N))
 
-        self._forward(self._bins_of_updates(minibatches), any_images, seen)
+        self._forward(self._bins_of_updates(minibatches), any_images, on_micro_batch)
         return scores
 
     def _score_reference(
@@ -193,10 +197,10 @@ class StepLearner(abc.ABC, Generic[BatchT]):
             return None
         scores: dict[TrainingSample, Tensor] = {}
 
-        def seen(batch: BatchT, logprobs_N: Tensor, _: Tensor) -> None:
+        def on_micro_batch(batch: BatchT, logprobs_N: Tensor, _: Tensor) -> None:
             scores.update(by_sample(batch, logprobs_N))
 
-        self._forward(self._bins_of_updates(minibatches), any_images, seen, is_reference=True)
+        self._forward(self._bins_of_updates(minibatches), any_images, on_micro_batch, is_reference=True)
         return scores
 
     def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
@@ -207,14 +211,14 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         count = 0
 
-        def seen(_: BatchT, logprobs_N: Tensor, __: Tensor) -> None:
+        def on_micro_batch(_: BatchT, logprobs_N: Tensor, __: Tensor) -> None:
             nonlocal total, count
             total = total + logprobs_N.sum(dtype=torch.float64)
             count = count + len(logprobs_N)
 
         with self.lock:
             any_images = self._max_over_ranks([float(any(s.images for s in samples))])[0] > 0
-            self._forward([self._bins(self._rows(samples))], any_images, seen)
+            self._forward([self._bins(self._rows(samples))], any_images, on_micro_batch)
             mine = [total.item(), float(count)] if self._is_reporter else [0.0, 0.0]
             nats, tokens = reduce_over_ranks(mine, dist.ReduceOp.SUM, self.device)
             return nats, int(tokens)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from agents.engines.weight_servers import GroupAddress, WeightMessage
 from trainer.learner.buckets import Bucket, buckets
-from trainer.learner.checksums import Cut, checksums
+from trainer.learner.checksums import TensorSlice, checksums
 from trainer.learner.protocol import WeightSource
 from trainer.learner.weight_group import GroupBroken, WeightGroup, own_address
 
@@ -68,7 +68,7 @@ class WeightSender(Protocol):
         """Leave the group, if there is one."""
         ...
 
-    def checksums(self, cuts: Sequence[Cut]) -> Mapping[Cut, str]:
+    def checksums(self, cuts: Sequence[TensorSlice]) -> Mapping[TensorSlice, str]:
         """Return the checksum of each cut of the weights as they are now; none of cuts that cannot be made."""
         ...
 
@@ -129,7 +129,7 @@ class RankSender:
             send_s += time.perf_counter() - started
         return Sent(num_bytes, time.perf_counter() - began - send_s, send_s, fault)
 
-    def checksums(self, cuts: Sequence[Cut]) -> Mapping[Cut, str]:
+    def checksums(self, cuts: Sequence[TensorSlice]) -> Mapping[TensorSlice, str]:
         """Gather the weights that are in the cuts; return their checksums on rank 0."""
         weights = self.learner.stream({name for cut in cuts for name in cut.names})
         if not dist.get_rank():

@@ -13,7 +13,7 @@ from envs.errors import UserError
 from trainer.config.rollout import OWN_GPU
 from trainer.learner.compile_choice import LARGE
 from trainer.planning.memory import GIB, MemoryEstimate, Plan, estimate
-from trainer.planning.speed import COMPUTE_BYTES, Forecast, Layout, LearnerLayout, Speed, Transport
+from trainer.planning.speed import COMPUTE_BYTES, Forecast, LearnerLayout, PlannedLayout, Speed, Transport
 
 #: Share of a GPU's memory that neither a server nor the learner beside it may take.
 MARGIN = 0.1
@@ -29,7 +29,7 @@ MOST_GPUS = 4096
 class Planned:
     """A layout and its forecast."""
 
-    layout: Layout
+    layout: PlannedLayout
     forecast: Forecast
 
 
@@ -77,7 +77,7 @@ class Search:
         num_servers: int,
         tensor_parallel: int,
         transport: Transport,
-    ) -> Layout | str:
+    ) -> PlannedLayout | str:
         """Return the layout, or what does not fit, by how much, and the nearest that does."""
         gpu_gib = self.speed.hardware.memory_gib
         chosen = self.learner(num_ranks, transport != "nccl")
@@ -90,7 +90,7 @@ class Search:
         tokens = self.cache_tokens(tensor_parallel, fraction * gpu_gib)
         if tokens < self.speed.workload.longest:
             return self._server_too_large(tensor_parallel, fraction * gpu_gib)
-        return Layout(
+        return PlannedLayout(
             placement=placement,
             learner=learner,
             num_servers=num_servers,
@@ -140,7 +140,7 @@ class Search:
         free = gib * GIB - COMPUTE_BYTES * shape.parameters / tensor_parallel
         return max(0.0, free * min(tensor_parallel, shape.kv_heads) / (COMPUTE_BYTES * shape.cache_values))
 
-    def _candidates(self, num_gpus: int) -> Iterator[Layout | str]:
+    def _candidates(self, num_gpus: int) -> Iterator[PlannedLayout | str]:
         """Yield the layouts of at most so many GPUs, or why one does not fit."""
         wanted = self.speed.schedule
         sizes = [wanted.tensor_parallel] if wanted.tensor_parallel else self._server_sizes()
@@ -157,7 +157,7 @@ class Search:
                     if count <= left:
                         yield self._first("split", ranks, count, size)
 
-    def _first(self, placement: Literal["colocate", "split"], ranks: int, count: int, size: int) -> Layout | str:
+    def _first(self, placement: Literal["colocate", "split"], ranks: int, count: int, size: int) -> PlannedLayout | str:
         """Return the layout with the first transport whose copies of the weights fit, in the order of a run."""
         used = ranks if placement == "colocate" else ranks + count * size
         is_one_host = used <= self.speed.hardware.gpus_per_host
@@ -167,7 +167,7 @@ class Search:
         if self.speed.schedule.sync != "auto":
             transports = [self.speed.schedule.sync]
         made = [self.layout(placement, ranks, count, size, transport) for transport in transports]
-        return next((layout for layout in made if isinstance(layout, Layout)), made[-1])
+        return next((layout for layout in made if isinstance(layout, PlannedLayout)), made[-1])
 
     def _server_sizes(self) -> list[int]:
         """Return the GPUs of a server to try: the fewest that fit. What more of them exchange was not measured."""

@@ -149,12 +149,12 @@ class LearnerLayout:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedLayout:
     """A run's GPUs. With `split` the servers have GPUs of their own, with `colocate` they share the learners'.
 
     `cache_tokens` is how many tokens a server's cache holds.
 
-    Example: `Layout("split", LearnerLayout(num_ranks=4), num_servers=2, tensor_parallel=2, ...)` uses 8 GPUs.
+    Example: `PlannedLayout("split", LearnerLayout(num_ranks=4), num_servers=2, tensor_parallel=2, ...)` uses 8 GPUs.
     """
 
     placement: Literal["colocate", "split"]
@@ -200,7 +200,7 @@ class Speed:
     workload: Workload
     schedule: Schedule
 
-    def forecast(self, layout: Layout) -> Forecast:
+    def forecast(self, layout: PlannedLayout) -> Forecast:
         """Return what a run does with this layout.
 
         The learner waits for a whole rollout without staleness. With it, for its share: rollouts of staleness + 1 steps
@@ -245,7 +245,7 @@ class Speed:
         sums = 2 * shape.layers * machine.collective_s if tensor_parallel > 1 else 0.0
         return max(reading, computing) + machine.decode_step_s + machine.decode_row_s * rows + sums
 
-    def latency_s(self, layout: Layout) -> float:
+    def latency_s(self, layout: PlannedLayout) -> float:
         """Return the seconds from the begin of a step's episodes to the end of the last one.
 
         The longest episode decides. Meanwhile others end, so its decode steps have the mean number of rows beside it.
@@ -259,13 +259,13 @@ class Speed:
         turns_s = (work.turns - 1) * (TURN_WAIT_S + self.hardware.read_s) + work.turns * work.tool_s
         return self.hardware.read_s + waves * (decoding_s + turns_s)
 
-    def writing_s(self, layout: Layout) -> float:
+    def writing_s(self, layout: PlannedLayout) -> float:
         """Return the seconds in which servers decode a step's tokens with all rows that they can get."""
         rows = self._rows(layout, self.schedule.max_staleness + 1)
         step_s = self.decode_step_s(rows, rows * self._half_stream, layout.tensor_parallel)
         return self.schedule.episodes * self.workload.model_tokens / layout.num_servers / rows * step_s
 
-    def reading_s(self, layout: Layout) -> float:
+    def reading_s(self, layout: PlannedLayout) -> float:
         """Return the seconds in which servers read a step's prompts, images and observations, and write nothing."""
         work = self.workload
         problems = self.schedule.problems_per_step / layout.num_servers
@@ -275,7 +275,7 @@ class Speed:
         prompt_s = self._prefill_s(prompt, triangle(prompt), work.image_tokens, layout)
         return problems * (prompt_s + images) + self._prefill_s(observed, observed * self._half_stream, 0, layout)
 
-    def read_again_s(self, layout: Layout) -> float:
+    def read_again_s(self, layout: PlannedLayout) -> float:
         """Return the seconds in which servers read again, after a push, the streams that they were writing.
 
         Of the episodes that are ahead half are: measured, H200, staleness 2 and 4.
@@ -320,7 +320,7 @@ class Speed:
         total = gathered * size * (ranks - 1) / ranks
         return machine.ranks_s + moved + total / (1e9 * self._link(ranks))
 
-    def sync_s(self, layout: Layout) -> float:
+    def sync_s(self, layout: PlannedLayout) -> float:
         """Return the seconds of a weight push: the ranks gather the weights, and the transport carries them."""
         machine = self.hardware
         ranks = layout.learner.num_ranks
@@ -334,17 +334,17 @@ class Speed:
         """Tokens of a stream in the cache, on average while it is written."""
         return self.workload.stream / 2
 
-    def _rows(self, layout: Layout, ahead: int) -> float:
+    def _rows(self, layout: PlannedLayout, ahead: int) -> float:
         """Return how many streams a server writes at once."""
         streams = min(self.schedule.max_concurrent, ahead * self.schedule.episodes)
         return max(1.0, min(streams / layout.num_servers, layout.cache_tokens / self._half_stream))
 
-    def _prefill_s(self, tokens: float, pairs: float, images: float, layout: Layout) -> float:
+    def _prefill_s(self, tokens: float, pairs: float, images: float, layout: PlannedLayout) -> float:
         """Return the seconds in which a server reads tokens, of which `pairs` see each other."""
         flops = self.shape.read_flops(tokens, pairs, images)
         return flops / (1e12 * self.hardware.prefill_tflops * layout.tensor_parallel)
 
-    def requests_s(self, layout: Layout) -> float:
+    def requests_s(self, layout: PlannedLayout) -> float:
         """Return what a server's tokenizer process takes for the turns of a step."""
         each = self.hardware.request_s + self.workload.image_tokens * self.hardware.image_token_s
         return self.schedule.episodes * self.workload.turns * each / layout.num_servers

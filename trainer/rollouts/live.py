@@ -19,7 +19,7 @@ from agents.recording.manifest import build_manifest
 from agents.recording.schema import TRAIN
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode
-from agents.rollout.groups import ManagerState, Problem, RolloutOptions, StepRollout, derive_seed
+from agents.rollout.groups import GroupProblem, ManagerState, RolloutOptions, StepRollout, derive_seed
 from agents.rollout.manager import RolloutManager
 from agents.types import TrajectoryGroup
 from envs.config.commands import command_line
@@ -198,7 +198,7 @@ class LiveRollouts:
         """Stop all episodes and return the groups that were begun and never handed out."""
         return await self._started.close()
 
-    def _problem(self, number: int) -> Problem:
+    def _problem(self, number: int) -> GroupProblem:
         """Return the problem of a number: epoch after epoch, each in a seeded order of its own.
 
         Its seed is that of the step that takes it when every step takes `problems_per_step` problems.
@@ -208,7 +208,7 @@ class LiveRollouts:
         if self._order[0] != epoch:
             self._order = epoch, problem_order(samples, self.config.rollout.sampler, self.config.seed, epoch)
         step, index = divmod(number, self.config.rollout.problems_per_step)
-        return Problem(samples[self._order[1][place]], derive_seed(self.config.seed, "train", step + 1), index)
+        return GroupProblem(samples[self._order[1][place]], derive_seed(self.config.seed, "train", step + 1), index)
 
     async def evaluate(self, name: str, display: Display, on_episode: OnEvaluated) -> dict[str, Evaluation]:
         """Return the evaluations on held-out problems by way: over all turns and, with tools, in one turn without."""

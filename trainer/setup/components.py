@@ -28,11 +28,11 @@ from trainer.config.learner import ClusterConfig, LearnerPlan
 from trainer.config.run import RunConfig
 from trainer.learner.build import build_learner
 from trainer.learner.compile_choice import explain, is_compiled
-from trainer.learner.cuda_ipc import lend_weights
+from trainer.learner.cuda_ipc import share_weights
 from trainer.learner.protocol import Learner
 from trainer.learner.weight_sender import RankSender, WeightSender
 from trainer.learner.weights_io import meta_model
-from trainer.weight_sync.transports import Lend
+from trainer.weight_sync.transports import ShareWeights
 
 if TYPE_CHECKING:
     from trainer.setup.cluster import ClusterRoom
@@ -44,13 +44,13 @@ logger = logging.getLogger(__name__)
 class StartedLearner:
     """A learner that is ready to train, and where it runs.
 
-    `lend` hands its weights to servers on the node of rank 0; None if they are on no GPU, or servers start on another
-    host. `sender` sends them to any host. `gpus_here` lists the GPUs of this host that it uses. `node` returns
+    `share_weights` hands its weights to servers on the node of rank 0; None if they are on no GPU, or servers start on
+    another host. `sender` sends them to any host. `gpus_here` lists the GPUs of this host that it uses. `node` returns
     that of rank 0 where servers start on any node of a cluster, else ""; `is_apart`: they have GPUs of their own there.
     """
 
     learner: Learner
-    lend: Lend | None
+    share_weights: ShareWeights | None
     sender: WeightSender
     gpus_here: tuple[int, ...]
     node: Callable[[], str] = str
@@ -76,18 +76,18 @@ def start_learner(
         learner = build_learner(config, model_path, sampling, device)
         on_gpu = device.type == "cuda"
         gpus = (torch.cuda.current_device(),) if on_gpu else ()
-        lend = partial(lend_weights, learner) if on_gpu else None
-        return StartedLearner(learner, lend, RankSender(learner), gpus)
+        share = partial(share_weights, learner) if on_gpu else None
+        return StartedLearner(learner, share, RankSender(learner), gpus)
     from trainer.learner.ray_group import LearnerGroup
 
     group = LearnerGroup(config, model_path, sampling, room.learners if room else None)
     cleanup.callback(group.close)
-    can_lend = (room or group.is_here) and group.device.type == "cuda"
-    lend = group.lend if can_lend else None
+    can_share = (room or group.is_here) and group.device.type == "cuda"
+    share = group.share_weights if can_share else None
     if room is None:
-        return StartedLearner(group, lend, group, group.gpus_here)
+        return StartedLearner(group, share, group, group.gpus_here)
     room.hold(group)
-    return StartedLearner(group, lend, group, group.gpus_here, lambda: group.places[0].node, room.is_split)
+    return StartedLearner(group, share, group, group.gpus_here, lambda: group.places[0].node, room.is_split)
 
 
 def with_compile_chosen(plan: RunConfig, model_path: Path | str, num_tokens: int) -> RunConfig:

@@ -208,16 +208,16 @@ def servers_transport(
     has_names = facts.names_are_saved
     on_gpu = learner.learner.device.type == "cuda"
     able = engine.capabilities.weights
-    lend = learner.lend if has_names and "ipc" in able else None
-    if config.sync == "ipc" and lend is None:
+    share_weights = learner.share_weights if has_names and "ipc" in able else None
+    if config.sync == "ipc" and share_weights is None:
         rule = "needs servers that are started here, a learner on a GPU here, and a network saved under its own names"
         raise UserError("--sync ipc", rule, got, "give --sync disk")
     has_group = has_names and "nccl" in able
     if config.sync == "nccl" and not has_group:
         rule = "needs a network saved under its own names, and servers that join a process group"
         raise UserError("--sync nccl", rule, got, "give --sync disk")
-    if lend and (config.sync == "ipc" or (config.sync in WITH_ADAPTERS and not learner.is_apart)):
-        return IpcTransport(learner.learner, engine, folder, lend, learner.node)
+    if share_weights and (config.sync == "ipc" or (config.sync in WITH_ADAPTERS and not learner.is_apart)):
+        return IpcTransport(learner.learner, engine, folder, share_weights, learner.node)
     if config.sync == "nccl" or (config.sync != "disk" and on_gpu and has_group):
         return GroupTransport(learner.learner, engine, folder, learner.sender, is_required=config.sync == "nccl")
     return ServersTransport(learner.learner, engine, folder)

@@ -29,14 +29,14 @@ from agents.engines.weight_servers import ServersEngine, WeightClient
 from agents.model.cpu import compute
 from agents.types import ProcessedImage
 from envs.errors import UserError
-from trainer.learner.cuda_ipc import Loan
+from trainer.learner.cuda_ipc import WeightHandles
 from trainer.learner.protocol import Learner
 from trainer.weight_sync.weight_checks import WeightChecks
 
 E = TypeVar("E", bound=Engine)
 T = TypeVar("T", bound=TrainableEngine)
 #: Lends the weights until the context is left, as `trainer.learner.cuda_ipc.lend_weights` does.
-Lend = Callable[[], AbstractContextManager[Loan]]
+ShareWeights = Callable[[], AbstractContextManager[WeightHandles]]
 
 
 @dataclass(frozen=True)
@@ -205,11 +205,16 @@ class IpcTransport(ServersTransport):
     """
 
     def __init__(
-        self, learner: Learner, engine: ServersEngine, folder: Path, lend: Lend, node: Callable[[], str] = str
+        self,
+        learner: Learner,
+        engine: ServersEngine,
+        folder: Path,
+        share_weights: ShareWeights,
+        node: Callable[[], str] = str,
     ) -> None:
-        """Lend by `lend`, on a node as servers name it, which may change with a restart; "" if all are on this host."""
+        """Share on a node as servers name it, which may change with a restart; "" if all are on this host."""
         super().__init__(learner, engine, folder)
-        self._lend = lend
+        self._share_weights = share_weights
         self._node = node
 
     async def start(self) -> None:
@@ -231,15 +236,15 @@ class IpcTransport(ServersTransport):
 
         async def push(client: WeightClient) -> None:
             if client.node == here:
-                await client.update_from_tensors(loan.payloads, version, num_gpus)
+                await client.update_from_tensors(shared.payloads, version, num_gpus)
             else:
                 folder = await asyncio.to_thread(self.save)
                 await client.update_from_disk(str(folder.absolute()), version)
 
         with ExitStack() as stack:
-            loan = await asyncio.to_thread(stack.enter_context, self._lend())
+            shared = await asyncio.to_thread(stack.enter_context, self._share_weights())
             await self.engine.update(push, version)
-            return Transfer(loan.num_bytes)
+            return Transfer(shared.num_bytes)
 
 
 class AdapterTransport(Transport[ServersEngine]):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from agents.engines.weight_servers import ServerLost, ServerRefused, ServersEngine, WeightServer
-from trainer.learner.checksums import Cut
+from trainer.learner.checksums import TensorSlice
 from trainer.learner.weight_sender import WeightSender
 
 #: Weights that servers may hold as one.
@@ -47,7 +47,7 @@ class WeightChecks:
         self._engine = engine
         self._sender = sender
         #: By the number of a server's GPUs: what each of its tensors is.
-        self._cuts: dict[int, list[tuple[_Place, Cut]]] = {}
+        self._cuts: dict[int, list[tuple[_Place, TensorSlice]]] = {}
         self._num_checks = 0
 
     async def check(self) -> None:
@@ -73,7 +73,7 @@ class WeightChecks:
             if (count := _num_gpus(held[server])) not in self._cuts:
                 self._cuts[count] = await self._learned(held[server], count)
 
-    def _share(self, cuts: Sequence[tuple[_Place, Cut]]) -> Sequence[tuple[_Place, Cut]]:
+    def _share(self, cuts: Sequence[tuple[_Place, TensorSlice]]) -> Sequence[tuple[_Place, TensorSlice]]:
         """Return the cuts to compare now: all the first time, then another share of them each time."""
         return cuts[self._num_checks % SHARES :: SHARES] if self._num_checks else cuts
 
@@ -91,16 +91,16 @@ class WeightChecks:
         answers = await asyncio.gather(*map(one, servers))
         return {server: answer for server, answer in zip(servers, answers, strict=True) if answer}
 
-    async def _learned(self, held: Mapping[_Place, str], num_gpus: int) -> list[tuple[_Place, Cut]]:
+    async def _learned(self, held: Mapping[_Place, str], num_gpus: int) -> list[tuple[_Place, TensorSlice]]:
         """Return which cut each tensor of a server is. Of tensors with equal values, the name must tell."""
         messages = await asyncio.to_thread(self._sender.messages)
         names = [name for message in messages for name in message.names]
         own = await asyncio.to_thread(self._sender.checksums, list(ways(names, num_gpus)))
-        cuts_of: dict[str, list[Cut]] = {}
+        cuts_of: dict[str, list[TensorSlice]] = {}
         for cut, value in own.items():
             cuts_of.setdefault(value, []).append(cut)
         times = Counter((place.gpu, value) for place, value in held.items())
-        found: list[tuple[_Place, Cut]] = []
+        found: list[tuple[_Place, TensorSlice]] = []
         for place, value in held.items():
             cuts = cuts_of.get(value, [])
             if len(cuts) > 1 or times[place.gpu, value] > 1:
@@ -116,19 +116,19 @@ def _num_gpus(held: Mapping[_Place, str]) -> int:
     return 1 + max(place.gpu for place in held)
 
 
-def _is_named_alike(name: str, cut: Cut) -> bool:
+def _is_named_alike(name: str, cut: TensorSlice) -> bool:
     """Return whether a server's tensor and a single weight have one name but for its beginning."""
     return len(cut.names) == 1 and f".{cut.names[0]}".endswith(f".{name.partition('.')[2] or name}")
 
 
-def ways(names: Sequence[str], num_gpus: int) -> Iterable[Cut]:
+def ways(names: Sequence[str], num_gpus: int) -> Iterable[TensorSlice]:
     """Yield every way in which one of a server's GPUs may hold weights of these names."""
     sets = [(name,) for name in names] + joined(names)
     for each in sets:
-        yield Cut(each)
+        yield TensorSlice(each)
         if num_gpus > 1:
             axes = (0, 1) if len(each) == 1 else (0,)
-            yield from (Cut(each, axis, index, num_gpus) for axis in axes for index in range(num_gpus))
+            yield from (TensorSlice(each, axis, index, num_gpus) for axis in axes for index in range(num_gpus))
 
 
 def joined(names: Sequence[str]) -> list[tuple[str, ...]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from agents.engines.sglang.server_facts import Checkpoint, Gpu
+from agents.engines.sglang.server_facts import Gpu, ServedModel
 from envs.errors import UserError
 
 #: Largest batch to capture for each GiB of the GPU. SGLang counts 2 MiB for a row of a graph: this is 2 % of the GPU.
@@ -55,7 +55,7 @@ class ServerFacts:
 
     gpu: Gpu | None = None
     has_fa3: bool = False
-    checkpoint: Checkpoint | None = None
+    checkpoint: ServedModel | None = None
     dtype: str = "bfloat16"
     context_length: int = 0
     sessions: int = 256
@@ -107,7 +107,7 @@ def _attention(facts: ServerFacts) -> list[Argument]:
         backend = "triton"
         reason = f"{kind}: FlashAttention-3 is for Hopper, and these kernels need no other package"
     chosen = [Argument(("--attention-backend", backend), reason)]
-    if facts.checkpoint is None or facts.checkpoint.sees:
+    if facts.checkpoint is None or facts.checkpoint.reads_images:
         chosen.append(_tower_attention(backend, major, facts.dtype, reason))
     return chosen
 

@@ -48,16 +48,16 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ServedModel:
     """What config.json and the weight files say: whether the model reads images, and its sizes as it is served."""
 
-    sees: bool
+    reads_images: bool
     max_positions: int
     weight_bytes: int
     token_bytes: int
 
     @classmethod
-    def read(cls, path: str | Path, dtype: str) -> Checkpoint | None:
+    def read(cls, path: str | Path, dtype: str) -> ServedModel | None:
         """Return the facts of a checkpoint folder served in `dtype`; None where they are not known (a hub id)."""
         folder = Path(path)
         try:
@@ -70,7 +70,7 @@ class Checkpoint:
             stored = next((VALUE_BYTES[name] for name in names if name in VALUE_BYTES), 2)
             file_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             return cls(
-                sees="vision_config" in config,
+                reads_images="vision_config" in config,
                 max_positions=int(text["max_position_embeddings"]),
                 weight_bytes=file_bytes * VALUE_BYTES[dtype] // stored,
                 token_bytes=values * VALUE_BYTES[dtype],

@@ -17,7 +17,7 @@ from agents.engines.sglang.server_arguments import (
     server_gpus,
     without_given,
 )
-from agents.engines.sglang.server_facts import Checkpoint, Host
+from agents.engines.sglang.server_facts import Host, ServedModel
 
 #: The port at which the processes of a server meet, counted from its own (`agents.engines.sglang.process`).
 MEETING_PORT = 50
@@ -113,7 +113,7 @@ class SGLangSettings:
         facts = ServerFacts(
             gpu=host.gpus[gpu] if gpu < len(host.gpus) else None,
             has_fa3=host.has_fa3,
-            checkpoint=Checkpoint.read(self.model_path, self.dtype),
+            checkpoint=ServedModel.read(self.model_path, self.dtype),
             dtype=self.dtype,
             context_length=self.context_length,
             sessions=self._most_sessions(),

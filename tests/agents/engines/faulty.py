@@ -18,7 +18,7 @@ from agents.engines.base import EngineSetup
 from agents.engines.hf import HFEngine
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
-from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingLaw
+from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingDistribution
 from tests.agents.engines.plain_engine import PlainEngine
 
 
@@ -81,8 +81,8 @@ class UnscaledLogprobs(Faulty):
 
     def done(self, request: GenerateRequest, completion: Completion) -> Completion:
         ids = (*request.ids, *completion.ids)
-        law = SamplingLaw(1.0, request.sampling.suppressed_ids)
-        scores = stream_logprobs(self.model, ids, request.images, "cpu", law=law)
+        distribution = SamplingDistribution(1.0, request.sampling.suppressed_ids)
+        scores = stream_logprobs(self.model, ids, request.images, "cpu", distribution=distribution)
         return replace(completion, logprobs=tuple(scores[len(request.ids) - 1 :].tolist()))
 
 

@@ -20,7 +20,7 @@ from agents.engines.hf_batch import BatchTurn, CachedPrefix, Sampler
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import sampling_logprobs
 from agents.rendering.renderer import Renderer
-from agents.types import Completion, GenerateRequest, SamplingLaw, SamplingParams
+from agents.types import Completion, GenerateRequest, SamplingDistribution, SamplingParams
 from envs.types import Message
 from tests.budget import examples
 from tests.builders import full_logprobs, mixed_logprobs, play, request, sampling
@@ -241,7 +241,7 @@ def test_suppressed_ids_are_never_sampled_and_have_no_probability(engine: HFEngi
 
 def test_sampling_logprobs_are_a_softmax_over_what_is_left() -> None:
     logits = torch.tensor([[0.0, 2.0, 4.0, 100.0]])
-    got = sampling_logprobs(logits, SamplingLaw(2.0, (3,)))
+    got = sampling_logprobs(logits, SamplingDistribution(2.0, (3,)))
     norm = np.log(1 + np.e + np.e**2)  # logits / 2 are 0, 1, 2
     assert got[0].tolist() == pytest.approx([-norm, 1 - norm, 2 - norm, -np.inf])
 

@@ -24,7 +24,7 @@ from agents.engines.sglang.server_arguments import (
     choose_variables,
     server_gpus,
 )
-from agents.engines.sglang.server_facts import Checkpoint, Gpu, Host, has_fa3
+from agents.engines.sglang.server_facts import Gpu, Host, ServedModel, has_fa3
 from agents.model import STARTER_PATH
 from envs.errors import UserError
 from tests.agents.engines.test_sglang_engine import SILENT
@@ -35,8 +35,8 @@ H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB)
 B200 = Gpu("NVIDIA B200", (10, 0), 180 * GIB)
 RTX = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 24 * GIB)
 #: In bfloat16: 4 GiB of weights, and 128 KiB of keys and values for a token.
-SEES = Checkpoint(sees=True, max_positions=262_144, weight_bytes=4 * GIB, token_bytes=2**17)
-READS = replace(SEES, sees=False)
+SEES = ServedModel(reads_images=True, max_positions=262_144, weight_bytes=4 * GIB, token_bytes=2**17)
+READS = replace(SEES, reads_images=False)
 
 
 def words(facts: ServerFacts) -> dict[str, list[str]]:
@@ -59,7 +59,7 @@ def words(facts: ServerFacts) -> dict[str, list[str]]:
     ],
 )
 def test_attention_is_that_of_the_gpu_the_kernels_the_model_and_the_dtype(
-    gpu: Gpu | None, has_fa3: bool, checkpoint: Checkpoint | None, dtype: str, text: str, images: str | None
+    gpu: Gpu | None, has_fa3: bool, checkpoint: ServedModel | None, dtype: str, text: str, images: str | None
 ) -> None:
     chosen = words(ServerFacts(gpu, has_fa3, checkpoint, dtype))
     assert chosen["--attention-backend"] == [text]
@@ -252,20 +252,20 @@ def test_every_server_is_on_gpus_that_are_there(
 
 
 def test_a_checkpoints_facts_are_those_of_its_files(tmp_path: Path) -> None:
-    facts = Checkpoint.read(STARTER_PATH, "bfloat16")
+    facts = ServedModel.read(STARTER_PATH, "bfloat16")
     config = json.loads((STARTER_PATH / "config.json").read_text())["text_config"]
-    assert facts is not None and facts.sees and facts.max_positions == config["max_position_embeddings"]
+    assert facts is not None and facts.reads_images and facts.max_positions == config["max_position_embeddings"]
     values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     assert facts.token_bytes == 2 * values
-    wide = Checkpoint.read(STARTER_PATH, "float32")
+    wide = ServedModel.read(STARTER_PATH, "float32")
     assert wide is not None
     assert (wide.token_bytes, wide.weight_bytes) == (2 * facts.token_bytes, 2 * facts.weight_bytes)
     text = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(json.dumps({**text, "dtype": "float32"}))
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    assert Checkpoint.read(tmp_path, "bfloat16") == Checkpoint(False, 512, 500, 2 * 2 * 3 * 64)
+    assert ServedModel.read(tmp_path, "bfloat16") == ServedModel(False, 512, 500, 2 * 2 * 3 * 64)
     (tmp_path / "config.json").write_text("[]")
-    assert Checkpoint.read(tmp_path, "bfloat16") is None and Checkpoint.read("some/hub-id", "bfloat16") is None
+    assert ServedModel.read(tmp_path, "bfloat16") is None and ServedModel.read("some/hub-id", "bfloat16") is None
 
 
 def test_flash_attention_3_is_there_if_its_library_is_beside_sgl_kernel(
@@ -303,8 +303,8 @@ def test_the_gpus_are_those_that_nvidia_smi_lists_or_else_torch(
 
 def test_finding_facts_loads_neither_torch_nor_sglang() -> None:
     program = (
-        "import sys; from agents.engines.sglang.server_facts import Checkpoint, has_fa3; has_fa3();"
-        f"Checkpoint.read({str(STARTER_PATH)!r}, 'bfloat16'); print({{'torch', 'sglang'}} & set(sys.modules))"
+        "import sys; from agents.engines.sglang.server_facts import ServedModel, has_fa3; has_fa3();"
+        f"ServedModel.read({str(STARTER_PATH)!r}, 'bfloat16'); print({{'torch', 'sglang'}} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
 

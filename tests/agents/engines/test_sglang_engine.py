@@ -42,9 +42,9 @@ from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import ABORT, Episode, Limits
-from agents.rollout.groups import Problem, RolloutOptions
+from agents.rollout.groups import GroupProblem, RolloutOptions
 from agents.rollout.manager import RolloutManager, rollout_groups
-from agents.types import Completion, EndReason, GenerateRequest, SamplingLaw, SamplingParams, Trajectory
+from agents.types import Completion, EndReason, GenerateRequest, SamplingDistribution, SamplingParams, Trajectory
 from envs.env import Env
 from envs.errors import UserError
 from envs.spec import EnvLimits
@@ -185,7 +185,9 @@ async def play_groups(
 def wrong(network: PolicyModel, trajectory: Trajectory, suppressed_ids: Sequence[int]) -> float:
     """Return the largest difference between a trajectory's log-probs and the network's own."""
     ids = trajectory.ids_T.tolist()
-    scores = stream_logprobs(network, ids, trajectory.images, "cpu", law=SamplingLaw(1.0, suppressed_ids))
+    scores = stream_logprobs(
+        network, ids, trajectory.images, "cpu", distribution=SamplingDistribution(1.0, suppressed_ids)
+    )
     return float(np.abs(scores - trajectory.logprobs_T[1:])[trajectory.mask_T[1:]].max())
 
 
@@ -581,7 +583,7 @@ def short_turn(renderer: Renderer, max_new_tokens: int = 8) -> GenerateRequest:
 def written_logprobs(network: PolicyModel, request: GenerateRequest, completion: Completion) -> np.ndarray:
     """Return the network's own log-probs of what was written to a request."""
     ids = [*request.ids, *completion.ids]
-    scores = stream_logprobs(network, ids, request.images, "cpu", law=request.sampling.law)
+    scores = stream_logprobs(network, ids, request.images, "cpu", distribution=request.sampling.distribution)
     return scores[len(request.ids) - 1 :]
 
 
@@ -867,7 +869,7 @@ def test_tokens_of_asynchronous_steps_have_the_versions_that_wrote_them(
         networks.append(deepcopy(changed(model, folders[-1], renderer)))
 
     async def play(engine: SGLangEngine) -> list[Trajectory]:
-        problem = lambda n: Problem(sample(f"Find {n}.", make_image(seed=n), id=str(n)), 3, n)  # noqa: E731
+        problem = lambda n: GroupProblem(sample(f"Find {n}.", make_image(seed=n), id=str(n)), 3, n)  # noqa: E731
         options = RolloutOptions(group_size=2, oversample=2.0, stop_early=True, max_staleness=2)
         manager = RolloutManager(episode(engine, renderer), lambda *_: ImageEnv(), None, problem, options)
         played = list((await manager.collect(2)).played)

@@ -534,12 +534,12 @@ def test_a_server_that_decodes_the_ids_of_requests_with_images_is_refused_before
 ) -> None:
     async def play(*scripts: Script) -> None:
         old, unknown = (script.url for script in scripts)
-        sees = ModelFacts.load(checkpoint)
+        reads_images = ModelFacts.load(checkpoint)
         scripts[1].answers["server_info"] = [404]
-        await asyncio.to_thread(check_server, old, replace(sees, image_token_id=NO_IMAGE_TOKEN))
-        await asyncio.to_thread(check_server, unknown, sees)
+        await asyncio.to_thread(check_server, old, replace(reads_images, image_token_id=NO_IMAGE_TOKEN))
+        await asyncio.to_thread(check_server, unknown, reads_images)
         with pytest.raises(UserError, match=r"got SGLang 0\.5\.12\.post1, .* serve with SGLang 0\.5\.15 or later"):
-            await asyncio.to_thread(check_server, old, sees)
+            await asyncio.to_thread(check_server, old, reads_images)
 
     on_servers(play, 2, server_info=[{"version": "0.5.12.post1"}] * 2)
 

@@ -31,7 +31,7 @@ from agents.types import (
     EndReason,
     GenerateRequest,
     ProcessedImage,
-    SamplingLaw,
+    SamplingDistribution,
     SamplingParams,
     Trajectory,
     TrajectoryGroup,
@@ -293,7 +293,7 @@ def test_a_filler_row_runs_every_block(case: Case) -> None:
     model = PolicyModel.load(case.folder)
     batch = collate([filler_row(model, with_image=model.architecture.vision)], model.image_token_id, "cpu")
     everywhere = replace(batch.packed, before_N=torch.tensor([0, 1]), targets_N=torch.tensor([1, 2]))
-    model.token_scores(everywhere, SamplingLaw())[0].square().sum().backward()
+    model.token_scores(everywhere, SamplingDistribution())[0].square().sum().backward()
     for block in model.blocks:
         assert any(p.grad is not None and p.grad.norm() > 0 for p in block.parameters())
 

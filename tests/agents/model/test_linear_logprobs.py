@@ -16,25 +16,25 @@ from torch.utils._pytree import tree_leaves
 
 from agents.model import linear_logprobs
 from agents.model.linear_logprobs import float32_product, law_logits, linear_scores
-from agents.types import SamplingLaw
+from agents.types import SamplingDistribution
 
 N, H, V = 13, 6, 50
-PLAIN = SamplingLaw()
+PLAIN = SamplingDistribution()
 LAWS = {
     "plain": PLAIN,
-    "temperature": SamplingLaw(0.7),
-    "suppressed": SamplingLaw(suppressed_ids=(0, 3, 49)),
-    "both": SamplingLaw(1.6, (5, 6, 7)),
+    "temperature": SamplingDistribution(0.7),
+    "suppressed": SamplingDistribution(suppressed_ids=(0, 3, 49)),
+    "both": SamplingDistribution(1.6, (5, 6, 7)),
 }
 
 
 @pytest.fixture(params=LAWS)
-def law(request: pytest.FixtureRequest) -> SamplingLaw:
+def distribution(request: pytest.FixtureRequest) -> SamplingDistribution:
     return LAWS[request.param]
 
 
 def inputs(seed: int = 0, scale: float = 1.5) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states, weights and targets that no law here suppresses, and place 0 once all but certain."""
+    """Return hidden states, weights and targets that nothing here suppresses, and place 0 once all but certain."""
     rng = torch.Generator().manual_seed(seed)
     hidden_NH = scale * torch.randn(N, H, generator=rng)
     hidden_NH[0] *= 20
@@ -43,10 +43,12 @@ def inputs(seed: int = 0, scale: float = 1.5) -> tuple[Tensor, Tensor, Tensor]:
     return hidden_NH.requires_grad_(), weight_VH.requires_grad_(), targets_N
 
 
-def exact(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, law: SamplingLaw) -> tuple[Tensor, Tensor]:
+def exact(
+    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, distribution: SamplingDistribution
+) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies from all logits at once, in float64; sums run over what is not suppressed."""
-    kept = [v for v in range(len(weight_VH)) if v not in law.suppressed_ids]
-    logprobs_NK = (hidden_NH.double() @ weight_VH.double().T / law.temperature)[:, kept].log_softmax(-1)
+    kept = [v for v in range(len(weight_VH)) if v not in distribution.suppressed_ids]
+    logprobs_NK = (hidden_NH.double() @ weight_VH.double().T / distribution.temperature)[:, kept].log_softmax(-1)
     column_N = torch.tensor([kept.index(int(target)) for target in targets_N])
     chosen_N = logprobs_NK.gather(-1, column_N[:, None])[:, 0]
     return chosen_N, -(logprobs_NK.exp() * logprobs_NK).sum(-1)
@@ -63,11 +65,13 @@ def relative(got: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("places", [1, 4, 13, 1000])
-def test_scores_are_those_of_all_logits(law: SamplingLaw, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_those_of_all_logits(
+    distribution: SamplingDistribution, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear_logprobs, "CHUNK_VALUES", places * V)
     tensors = inputs()
-    logprobs_N, entropy_N = linear_scores(*tensors, law)
-    expected = exact(*tensors, law)
+    logprobs_N, entropy_N = linear_scores(*tensors, distribution)
+    expected = exact(*tensors, distribution)
     assert logprobs_N.dtype == entropy_N.dtype == torch.float32
     torch.testing.assert_close(logprobs_N.double(), expected[0], rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(entropy_N.double(), expected[1], rtol=1e-5, atol=2e-5)
@@ -76,22 +80,22 @@ def test_scores_are_those_of_all_logits(law: SamplingLaw, places: int, monkeypat
 @pytest.mark.parametrize("loss", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.4)], ids=["log-prob", "entropy", "both"])
 @pytest.mark.parametrize("places", [1, 4, 1000])
 def test_gradients_are_those_of_all_logits(
-    law: SamplingLaw, places: int, loss: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+    distribution: SamplingDistribution, places: int, loss: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_logprobs, "CHUNK_VALUES", places * V)
     tensors = inputs()
-    got = torch.autograd.grad(weighted(*linear_scores(*tensors, law), *loss), tensors[:2])
-    expected = torch.autograd.grad(weighted(*exact(*tensors, law), *loss), tensors[:2])
+    got = torch.autograd.grad(weighted(*linear_scores(*tensors, distribution), *loss), tensors[:2])
+    expected = torch.autograd.grad(weighted(*exact(*tensors, distribution), *loss), tensors[:2])
     for ours, theirs in zip(got, expected, strict=True):
         assert relative(ours, theirs) < 1e-5
-    assert all(not got[1][token].any() for token in law.suppressed_ids)
+    assert all(not got[1][token].any() for token in distribution.suppressed_ids)
 
 
 def test_gradients_are_finite_differences() -> None:
     """Central differences of the formula in float64, one element of each tensor at a time."""
-    law = LAWS["both"]
+    distribution = LAWS["both"]
     tensors = inputs(seed=3)
-    got = torch.autograd.grad(weighted(*linear_scores(*tensors, law), 0.7, -0.4), tensors[:2])
+    got = torch.autograd.grad(weighted(*linear_scores(*tensors, distribution), 0.7, -0.4), tensors[:2])
     doubles = [tensor.detach().double() for tensor in tensors[:2]]
     step = 1e-5
     for number, gradient in enumerate(got):
@@ -100,7 +104,7 @@ def test_gradients_are_finite_differences() -> None:
             for sign in (1, -1):
                 moved = [double.clone() for double in doubles]
                 moved[number].view(-1)[index] += sign * step
-                ends.append(float(weighted(*exact(*moved, tensors[2], law), 0.7, -0.4)))  # type: ignore[misc]
+                ends.append(float(weighted(*exact(*moved, tensors[2], distribution), 0.7, -0.4)))  # type: ignore[misc]
             slope = (ends[0] - ends[1]) / (2 * step)
             assert float(gradient.flatten()[index]) == pytest.approx(slope, rel=1e-4, abs=1e-4)
 
@@ -172,8 +176,8 @@ def test_the_logits_of_all_places_never_exist_at_once(places: int, monkeypatch: 
 def test_logits_far_apart_leave_scores_and_gradients_finite() -> None:
     hidden_NH = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
     weight_VH = torch.tensor([[1.0], [2.0], [-3.0], [0.5]], requires_grad=True)
-    law = SamplingLaw(suppressed_ids=(3,))
-    logprobs_N, entropy_N = linear_scores(hidden_NH, weight_VH, torch.tensor([1, 2, 0]), law)
+    distribution = SamplingDistribution(suppressed_ids=(3,))
+    logprobs_N, entropy_N = linear_scores(hidden_NH, weight_VH, torch.tensor([1, 2, 0]), distribution)
     assert logprobs_N.tolist() == pytest.approx([0, 0, -1.0986123])
     assert entropy_N.tolist() == pytest.approx([0, 0, 1.0986123])
     gradients = torch.autograd.grad(logprobs_N.sum() + entropy_N.sum(), (hidden_NH, weight_VH))
@@ -181,7 +185,7 @@ def test_logits_far_apart_leave_scores_and_gradients_finite() -> None:
 
 
 def test_a_law_divides_by_the_temperature_and_suppresses() -> None:
-    logits_CV = law_logits(torch.tensor([[1.0, 2.0, 3.0]]), SamplingLaw(0.5, (1,)))
+    logits_CV = law_logits(torch.tensor([[1.0, 2.0, 3.0]]), SamplingDistribution(0.5, (1,)))
     assert logits_CV.tolist() == [[2.0, -torch.inf, 6.0]]
 
 

@@ -23,7 +23,15 @@ from agents.engines.scripted import ScriptedEngine
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
-from agents.rollout.groups import ManagerState, Problem, Queue, RolloutOptions, RunningGroup, StepRollout, derive_seed
+from agents.rollout.groups import (
+    GroupProblem,
+    ManagerState,
+    Queue,
+    RolloutOptions,
+    RunningGroup,
+    StepRollout,
+    derive_seed,
+)
 from agents.rollout.manager import RolloutManager
 from agents.rollout.rewards import RewardSum, WeightedReward
 from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Trajectory, TrajectoryGroup, Turn
@@ -55,8 +63,8 @@ def who(request: GenerateRequest) -> tuple[int, int]:
     return WHO[request.seed // 1000]
 
 
-def problem(number: int) -> Problem:
-    return Problem(sample(f"Problem {number}.", id=str(number)), SEED, number)
+def problem(number: int) -> GroupProblem:
+    return GroupProblem(sample(f"GroupProblem {number}.", id=str(number)), SEED, number)
 
 
 class Judge(Env):
@@ -486,7 +494,7 @@ def test_no_token_of_a_step_is_too_old_and_no_group_is_lost_or_there_twice(
 
 
 def test_a_group_whose_episode_is_too_slow_is_aborted_before_its_tokens_are_too_old(renderer: Renderer) -> None:
-    """Problem 1 never ends: steps take what is behind it as long as they may, then it is given up and counted."""
+    """GroupProblem 1 never ends: steps take what is behind it as long as they may, then it is given up and counted."""
     engine = PacedEngine(renderer, wait=hang(1))
     manager = manager_of(renderer, engine, max_staleness=1, stop_early=True)
     *steps, left = ahead(manager, engine, 2, 2, 2, 2)
@@ -655,7 +663,7 @@ def test_metadata_of_an_author_is_made_plain_on_a_thread_of_the_episode(renderer
     rewards = RewardSum((WeightedReward("asks", 1.0, asks),))
     engine: Any = PacedEngine(renderer)
     episode = Episode(engine, renderer, Limits(max_turns=1, max_new_tokens=400), sampling(renderer), rewards=rewards)
-    hard = Problem(replace(problem(0).sample, metadata={"level": Level(), "tags": ("a",)}), SEED, 0)
+    hard = GroupProblem(replace(problem(0).sample, metadata={"level": Level(), "tags": ("a",)}), SEED, 0)
     manager = RolloutManager(episode, Judge, None, lambda number: hard, RolloutOptions(COPIES))
     (group,) = finish(manager.collect(1)).groups
     assert {str(t.metadata) for t in group.trajectories} == {"{'level': 'hard', 'tags': ('a',)}"}
@@ -664,7 +672,7 @@ def test_metadata_of_an_author_is_made_plain_on_a_thread_of_the_episode(renderer
 
 
 def test_a_problem_that_cannot_be_read_ends_the_step(renderer: Renderer) -> None:
-    def broken(number: int) -> Problem:
+    def broken(number: int) -> GroupProblem:
         if number == 3:
             raise OSError("no such row")
         return problem(number)

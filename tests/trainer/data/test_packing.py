@@ -14,7 +14,7 @@ from agents.model.architectures import ModelFacts
 from agents.model.attention import Segments
 from agents.model.mrope import mrope_positions
 from agents.model.policy import PolicyModel
-from agents.types import EndReason, ProcessedImage, SamplingLaw, TrajectoryGroup
+from agents.types import EndReason, ProcessedImage, SamplingDistribution, TrajectoryGroup
 from tests.budget import examples
 from tests.builders import group, trajectory
 from tests.trainer import steps
@@ -195,7 +195,7 @@ def test_a_stream_without_model_tokens_counts_in_its_groups_statistics_alone() -
 def test_a_filler_has_no_token_to_train_on(model: PolicyModel, with_image: bool) -> None:
     batch = collate([filler_row(model, with_image)], model.image_token_id, "cpu")
     assert (batch.packed.vision is not None) is with_image
-    logprobs, entropy = model.token_scores(batch.packed, SamplingLaw())
+    logprobs, entropy = model.token_scores(batch.packed, SamplingDistribution())
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}

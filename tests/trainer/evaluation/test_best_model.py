@@ -14,7 +14,7 @@ from tests.trainer.test_run import train
 from trainer.checkpoint.run_dir import BEST
 from trainer.evaluation.best_model import BEFORE, RECORD, BestModel, resume_best
 from trainer.evaluation.curve import Curve
-from trainer.evaluation.results import EpisodeResult, ProblemResult, summarise
+from trainer.evaluation.results import EvaluatedEpisode, ProblemResult, summarise
 from trainer.evaluation.statistics import Intervals
 from trainer.run import run
 
@@ -23,7 +23,9 @@ def curve(**rewards: float) -> Curve:
     """Return a curve: `s2=0.5` is a mean reward, and an accuracy, of 0.5 after step 2."""
 
     def ways(reward: float) -> dict:
-        episodes = [EpisodeResult(float(n < 4 * reward), n < 4 * reward, EndReason.COMPLETED, 1, 1) for n in range(4)]
+        episodes = [
+            EvaluatedEpisode(float(n < 4 * reward), n < 4 * reward, EndReason.COMPLETED, 1, 1) for n in range(4)
+        ]
         results = [ProblemResult(n, "x", {}, (episode,)) for n, episode in enumerate(episodes)]
         return {"with_tool": summarise(results, (1,), Intervals())}
 

@@ -7,7 +7,7 @@ import pytest
 from agents.types import EndReason
 from trainer.config.run import EvaluationConfig
 from trainer.evaluation.curve import Curve, best_step, curve_summary, evaluation_metrics, why_stop
-from trainer.evaluation.results import EpisodeResult, Evaluation, ProblemResult, summarise
+from trainer.evaluation.results import EvaluatedEpisode, Evaluation, ProblemResult, summarise
 from trainer.evaluation.statistics import Intervals
 
 HOW = Intervals(resamples=200)
@@ -16,7 +16,9 @@ HOW = Intervals(resamples=200)
 def evaluation(num_right: int) -> Evaluation:
     """Return the evaluation of ten problems of which some are right, in two turns each."""
     results = [
-        ProblemResult(n, f"p{n}", {}, (EpisodeResult(float(n < num_right), n < num_right, EndReason.COMPLETED, 2, 9),))
+        ProblemResult(
+            n, f"p{n}", {}, (EvaluatedEpisode(float(n < num_right), n < num_right, EndReason.COMPLETED, 2, 9),)
+        )
         for n in range(10)
     ]
     return summarise(results, (1,), Intervals())
@@ -59,7 +61,7 @@ def test_a_run_stops_at_an_accuracy_or_when_its_patience_is_over(
 def test_without_a_success_best_step_and_patience_go_by_the_mean_reward() -> None:
     def rewarded(reward: float) -> Evaluation:
         return summarise(
-            [ProblemResult(0, "p", {}, (EpisodeResult(reward, None, EndReason.COMPLETED, 1, 9),))], (1,), HOW
+            [ProblemResult(0, "p", {}, (EvaluatedEpisode(reward, None, EndReason.COMPLETED, 1, 9),))], (1,), HOW
         )
 
     found = {step: {"with_tool": rewarded(reward)} for step, reward in {0: -9.0, 10: -4.0, 20: -5.0}.items()}
@@ -75,7 +77,7 @@ def test_without_a_success_best_step_and_patience_go_by_the_mean_reward() -> Non
 
 
 def test_a_step_whose_episodes_all_broke_is_never_the_best() -> None:
-    broken = ProblemResult(0, "p", {}, (EpisodeResult(0.0, None, EndReason.ENV_ERROR, 1, 9),))
+    broken = ProblemResult(0, "p", {}, (EvaluatedEpisode(0.0, None, EndReason.ENV_ERROR, 1, 9),))
     ways = {"with_tool": summarise([broken], (1,), HOW)}
     assert best_step({0: ways}, "mean_reward") is None
     assert why_stop({0: ways}, EvaluationConfig(eval_every=1, patience=1), "mean_reward") == ""

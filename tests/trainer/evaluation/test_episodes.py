@@ -22,7 +22,7 @@ from envs.types import Sample
 from tests.builders import sampling
 from tests.prompts import question
 from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, ways
-from trainer.evaluation.results import EpisodeResult, summarise
+from trainer.evaluation.results import EvaluatedEpisode, summarise
 from trainer.evaluation.statistics import Intervals
 
 CALL = '<tool_call>{"name": "calc_score", "arguments": {"answer": "%s"}}</tool_call>'
@@ -54,7 +54,7 @@ def play_of(
     return ProblemPlayer(episode, samples, make, EnvArgs(max_turns, tool_calls="last"), options)
 
 
-def played(*args: Any, **options: Any) -> list[EpisodeResult]:
+def played(*args: Any, **options: Any) -> list[EvaluatedEpisode]:
     """Play; return the only episode of each problem."""
     play = play_of(*args, **options)
     asyncio.run(play.run())

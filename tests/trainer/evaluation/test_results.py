@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from agents.types import EndReason
 from envs.spec import EnvSpec
-from trainer.evaluation.results import EpisodeResult, Evaluation, ProblemResult, compare, summarise
+from trainer.evaluation.results import EvaluatedEpisode, Evaluation, ProblemResult, compare, summarise
 from trainer.evaluation.statistics import Intervals, mcnemar, pass_at_k, wilson
 
 HOW = Intervals(resamples=200)
@@ -19,15 +19,15 @@ HOW = Intervals(resamples=200)
 
 def episode(
     right: bool = True, end: EndReason = EndReason.COMPLETED, turns: int = 1, first: bool | None = None, **more: object
-) -> EpisodeResult:
+) -> EvaluatedEpisode:
     reward = more.get("reward", float(right))
     assert isinstance(reward, float)
     attempts = more.get("attempts", ())
     assert isinstance(attempts, tuple)
-    return EpisodeResult(reward, right, end, turns, 10 * turns, ("none",) * turns, first, attempts)
+    return EvaluatedEpisode(reward, right, end, turns, 10 * turns, ("none",) * turns, first, attempts)
 
 
-def problem(number: int, *episodes: EpisodeResult, **tags: str) -> ProblemResult:
+def problem(number: int, *episodes: EvaluatedEpisode, **tags: str) -> ProblemResult:
     return ProblemResult(number, f"p{number}", tags, episodes or (episode(),))
 
 
@@ -106,7 +106,7 @@ def test_end_reasons_have_count_share_accuracy_and_turns() -> None:
 
 
 def test_tool_outcomes_are_counted_the_most_frequent_first() -> None:
-    calls = EpisodeResult(0.0, False, EndReason.COMPLETED, 3, 9, ("ok", "malformed", "ok"))
+    calls = EvaluatedEpisode(0.0, False, EndReason.COMPLETED, 3, 9, ("ok", "malformed", "ok"))
     assert summarise([problem(0, calls)], (1,), HOW).tool_outcomes == {"ok": 2, "malformed": 1}
 
 
@@ -162,7 +162,7 @@ def test_the_difference_is_paired_by_problem() -> None:
 def test_without_a_success_the_difference_is_of_mean_rewards_of_the_problems_that_both_know() -> None:
     def rewarded(*rewards: float | None) -> list[ProblemResult]:
         ends = {True: EndReason.ENV_ERROR, False: EndReason.COMPLETED}
-        every = [EpisodeResult(reward or 0.0, None, ends[reward is None], 1, 9) for reward in rewards]
+        every = [EvaluatedEpisode(reward or 0.0, None, ends[reward is None], 1, 9) for reward in rewards]
         return [problem(number, each) for number, each in enumerate(every)]
 
     d = compare(rewarded(3.0, 1.0, None), rewarded(1.0, 2.0, 5.0), HOW)

@@ -247,12 +247,12 @@ COMPILED_SCORES = """
 import torch
 from agents.model.kernel_cache import keep_kernels
 from agents.model.linear_logprobs import linear_scores
-from agents.types import SamplingLaw
+from agents.types import SamplingDistribution
 
 keep_kernels()
 rng = torch.Generator().manual_seed(0)
 hidden, weight = (torch.randn(n, 16, generator=rng, requires_grad=True) for n in (40, 300))
-scores, entropy = linear_scores(hidden, weight, torch.arange(40), SamplingLaw(), compiled=True)
+scores, entropy = linear_scores(hidden, weight, torch.arange(40), SamplingDistribution(), compiled=True)
 (scores.sum() + entropy.sum()).backward()
 print([tensor.detach().numpy().tobytes().hex() for tensor in (scores, entropy, hidden.grad, weight.grad)])
 """

@@ -269,11 +269,11 @@ def test_nothing_averages_the_loss_and_lengths_may_vary_unless_rows_are_padded()
 
 
 def test_a_target_of_lora_is_the_layer_that_holds_it() -> None:
-    assert megatron_targets((), sees=True) == [
+    assert megatron_targets((), reads_images=True) == [
         "*language_model*.linear_qkv",
         "*language_model*.linear_proj",
         "*language_model*.linear_fc1",
         "*language_model*.linear_fc2",
     ]
     with pytest.raises(UserError, match="q_proj"):
-        megatron_targets(["q_prj"], sees=False)
+        megatron_targets(["q_prj"], reads_images=False)

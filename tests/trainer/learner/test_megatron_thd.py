@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agents.model import STARTER_PATH, linear_logprobs
 from agents.model.policy import PolicyModel
-from agents.types import SamplingLaw
+from agents.types import SamplingDistribution
 from tests.trainer.steps import random_samples
 from trainer.algorithms.objective import objective
 from trainer.config.algorithm import AlgorithmConfig
@@ -25,7 +25,7 @@ from trainer.learner.megatron.vocab_scores import VocabShard, vocab_scores
 from trainer.types import ModelTokens, TokenBatch, TrainingSample
 
 CPU = torch.device("cpu")
-LAW = SamplingLaw(temperature=0.7, suppressed_ids=(3,))
+LAW = SamplingDistribution(temperature=0.7, suppressed_ids=(3,))
 
 
 @pytest.fixture(scope="module")

@@ -227,10 +227,12 @@ def only_ppo(tokens: ModelTokens, config: AlgorithmConfig) -> PolicyTerms:
 only_ppo.skips_zero_advantages = True  # type: ignore[attr-defined]
 
 
-def gradient_norm(model: PolicyModel, samples: list[TrainingSample], law: SamplingParams, term: float) -> float:
+def gradient_norm(
+    model: PolicyModel, samples: list[TrainingSample], distribution: SamplingParams, term: float
+) -> float:
     """Return |gradient| of sum of weight (-A logprob - term logprob), each stream alone in Transformers' forward."""
     for sample in samples:
-        table = full_logprobs(model, sample.ids_T.tolist(), (), law)
+        table = full_logprobs(model, sample.ids_T.tolist(), (), distribution)
         places = np.flatnonzero(sample.mask_T)
         logprobs_N = table[torch.from_numpy(places - 1), torch.from_numpy(sample.ids_T[places])]
         advantage = torch.tensor(np.float32(sample.advantage))

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from agents.model import STARTER_PATH
 from agents.model.attention import Span
-from agents.model.linear_logprobs import SamplingLaw
+from agents.model.linear_logprobs import SamplingDistribution
 from agents.model.mrope import mrope_positions
 from agents.model.packed import PackedStreams
 from agents.model.policy import PolicyModel
@@ -210,7 +210,7 @@ def test_blocks_keep_what_the_formulas_say(model_type: str) -> None:
         device="cpu",
         with_buckets=True,
     )
-    scores = model.token_scores(packed, SamplingLaw())
+    scores = model.token_scores(packed, SamplingDistribution())
     assert sum(kept[1].values()) / len(ids) == pytest.approx(decoder_block(text), rel=0.03)
     if images:
         assert vision is not None

@@ -22,7 +22,7 @@ from trainer.planning.layouts import Search, ladder
 from trainer.planning.memory import GIB, count_values
 from trainer.planning.qwen3_vl import qwen3_vl_config
 from trainer.planning.shape import ModelShape
-from trainer.planning.speed import TURN_WAIT_S, Layout, LearnerLayout, Schedule, Speed, Workload
+from trainer.planning.speed import TURN_WAIT_S, LearnerLayout, PlannedLayout, Schedule, Speed, Workload
 
 #: One layer of width 8, one head, 10 words. A machine that computes and reads for nothing unless a test says so.
 TINY = ModelShape(
@@ -55,8 +55,8 @@ def machine(**given: float) -> Hardware:
     return Hardware("test", dict.fromkeys(CONSTANTS, "test"), **values)
 
 
-def layout(placement: str = "split", ranks: int = 1, servers: int = 1, cache_tokens: float = 1e9) -> Layout:
-    return Layout(placement, LearnerLayout(ranks), servers, 1, "ipc", cache_tokens)  # type: ignore[arg-type]
+def layout(placement: str = "split", ranks: int = 1, servers: int = 1, cache_tokens: float = 1e9) -> PlannedLayout:
+    return PlannedLayout(placement, LearnerLayout(ranks), servers, 1, "ipc", cache_tokens)  # type: ignore[arg-type]
 
 
 def speed(schedule: Schedule = FOUR, workload: Workload = EQUAL, **given: float) -> Speed:
@@ -227,13 +227,13 @@ def test_weights_travel_as_in_a_run() -> None:
 def test_memory_is_that_of_the_estimate_and_of_the_cache_by_hand() -> None:
     planner = search()
     found = planner.layout("split", 2, 1, 1, "ipc")
-    assert isinstance(found, Layout)
+    assert isinstance(found, PlannedLayout)
     estimate = planner.estimate(found.learner)
     assert found.learner_gib == estimate.total / GIB <= 80
     weights, token = 2 * planner.speed.shape.parameters, 2 * planner.speed.shape.cache_values
     assert found.cache_tokens == pytest.approx((0.8 * 80 * GIB - weights) / token)
     shared = planner.layout("colocate", 2, 2, 1, "ipc")
-    assert isinstance(shared, Layout)
+    assert isinstance(shared, PlannedLayout)
     assert shared.mem_fraction == pytest.approx(min(0.8, 0.9 - estimate.between_steps / GIB / 80))
 
 

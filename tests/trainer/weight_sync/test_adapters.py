@@ -135,10 +135,12 @@ async def turn(engine: SGLangEngine, renderer: Renderer, num_tokens: int = 8) ->
 
 
 def own_logprobs(learner: FSDPLearner, renderer: Renderer, completion: Completion) -> np.ndarray:
-    """Return the learner's log-probs of a turn, under the law that it was drawn by."""
+    """Return the learner's log-probs of a turn, under the distribution that it was drawn by."""
     rendered = renderer.prompt(PROMPT)
-    ids, law = [*rendered.ids, *completion.ids], sampling(renderer).law
-    logprobs = stream_logprobs(learner.model, ids, rendered.images, "cpu", law=law)[-len(completion.ids) :]
+    ids, distribution = [*rendered.ids, *completion.ids], sampling(renderer).distribution
+    logprobs = stream_logprobs(learner.model, ids, rendered.images, "cpu", distribution=distribution)[
+        -len(completion.ids) :
+    ]
     reshard(learner.model)
     return logprobs
 

@@ -34,7 +34,7 @@ from agents.types import Completion, GenerateRequest
 from tests.builders import fresh_model, sampling
 from tests.prompts import make_image, question
 from trainer.learner.buckets import buckets
-from trainer.learner.cuda_ipc import COUNTER_PLACES, DEVICE_PLACE, Counters, Loan, handles, lend_weights
+from trainer.learner.cuda_ipc import COUNTER_PLACES, DEVICE_PLACE, Counters, WeightHandles, handles
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.weight_sync.sync import SyncError, WeightSync
 from trainer.weight_sync.transports import InProcessTransport, IpcTransport, ServersTransport, Transfer
@@ -357,10 +357,10 @@ def test_lent_weights_go_to_every_gpu_of_every_server_and_are_held_until_all_hav
     given: dict[str, torch.Tensor] = {}
 
     @contextlib.contextmanager
-    def lend() -> Iterator[Loan]:
+    def share_weights() -> Iterator[WeightHandles]:
         is_open.append(True)
-        with lend_weights(learner) as loan:
-            yield loan
+        with share_weights(learner) as shared:
+            yield shared
         is_open.clear()
 
     async def call(path: str, body: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
@@ -380,7 +380,7 @@ def test_lent_weights_go_to_every_gpu_of_every_server_and_are_held_until_all_hav
         engine.servers.all = [Server(client.url, number, is_up=True) for number in range(2)]
         for server in engine.servers.all:
             server.client = client
-        await IpcTransport(learner, engine, tmp_path, lend).push(version=1)
+        await IpcTransport(learner, engine, tmp_path, share_weights).push(version=1)
 
     asyncio.run(play())
     assert not is_open and len(seen) == 2 and seen[0] == seen[1]
@@ -404,8 +404,8 @@ def test_servers_on_other_nodes_than_the_lender_read_the_folder(
     seen: dict[str, tuple[str, dict[str, Any]]] = {}
 
     @contextlib.contextmanager
-    def lend() -> Iterator[Loan]:
-        loans.append(Loan(("handles",), 7))
+    def share_weights() -> Iterator[WeightHandles]:
+        loans.append(WeightHandles(("handles",), 7))
         yield loans[-1]
 
     def server(number: int, node: str) -> Server:
@@ -421,7 +421,7 @@ def test_servers_on_other_nodes_than_the_lender_read_the_folder(
     async def play() -> None:
         engine.servers.all = [server(number, node) for number, node in enumerate(nodes)]
         node_of_rank_0 = list(lenders)
-        transport = IpcTransport(learner, engine, tmp_path, lend, node=lambda: node_of_rank_0[0])
+        transport = IpcTransport(learner, engine, tmp_path, share_weights, node=lambda: node_of_rank_0[0])
         for version in range(len(lenders)):
             await transport.push(version)
             node_of_rank_0.pop(0)

@@ -18,7 +18,7 @@ from agents.engines.weight_servers import ServerRefused
 from agents.rendering.renderer import Renderer
 from tests.agents.engines.sglang_server import held_by
 from tests.trainer.weight_sync.test_sync import learner_of, move
-from trainer.learner.checksums import Cut, checksum, checksums, word_hash
+from trainer.learner.checksums import TensorSlice, checksum, checksums, word_hash
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.weight_sender import RankSender
 from trainer.weight_sync.weight_checks import SHARES, WeightChecks, WeightsDiffer
@@ -62,10 +62,10 @@ def test_the_hash_in_tensor_operations_is_that_of_one_word_at_a_time(count: int)
 
 def test_cuts_are_parts_of_weights_joined_by_rows() -> None:
     q, k = torch.arange(8.0).view(4, 2), torch.arange(8.0, 12.0).view(2, 2)
-    whole = Cut(("q", "k"))
-    half = Cut(("q", "k"), index=1, count=2)
-    columns = Cut(("q",), axis=1, index=0, count=2)
-    third = Cut(("k",), index=0, count=3)
+    whole = TensorSlice(("q", "k"))
+    half = TensorSlice(("q", "k"), index=1, count=2)
+    columns = TensorSlice(("q",), axis=1, index=0, count=2)
+    third = TensorSlice(("k",), index=0, count=3)
     stream = [("q", q), ("norm", torch.ones(2)), ("k", k)]
     assert checksums(stream, [whole, half, columns, third]) == {
         whole: checksum(torch.cat([q, k])),

@@ -22,7 +22,7 @@ LAYERS = {
 }
 
 
-def megatron_targets(targets: Sequence[str], sees: bool) -> list[str]:
+def megatron_targets(targets: Sequence[str], reads_images: bool) -> list[str]:
     """Return the names of Megatron's layers for `--lora-targets`; the tower of a network that `sees` gets no adapter.
 
     >>> megatron_targets(["q_proj", "down_proj"], sees=False)
@@ -42,7 +42,7 @@ def megatron_targets(targets: Sequence[str], sees: bool) -> list[str]:
             rule = "must end a linear layer's name"
             known = {"all-linear", *LAYERS}
             raise UserError("--lora-targets", rule, target, did_you_mean(target, known))
-    return [f"*language_model*.{name}" if sees else name for name in chosen]
+    return [f"*language_model*.{name}" if reads_images else name for name in chosen]
 
 
 def add_adapters(provider: Any, config: LearnerConfig) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from agents.engines.weight_servers import Adapter
 from agents.model.mrope import mrope_positions
-from agents.types import ProcessedImage, SamplingLaw, SamplingParams
+from agents.types import ProcessedImage, SamplingDistribution, SamplingParams
 from envs.errors import UserError
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import BackendConfig, LearnerConfig, OptimConfig
@@ -39,7 +39,7 @@ from trainer.learner.megatron.network import MegatronNetwork, check_rope, start_
 from trainer.learner.megatron.optimizer import MegatronOptimizer
 from trainer.learner.megatron.state import MegatronState
 from trainer.learner.megatron.thd import ThdBatch, padding_multiple, single_rows, thd_batch
-from trainer.learner.step_learner import SampleLogprobs, Seen, StepLearner
+from trainer.learner.step_learner import OnMicroBatch, SampleLogprobs, StepLearner
 from trainer.learner.step_sums import StepSums
 from trainer.learner.weights_io import empty_model
 from trainer.types import Row, StepStats, TrainingSample
@@ -147,14 +147,23 @@ class MegatronLearner(StepLearner[ThdBatch]):
         return [[row] for row in rows] + [[] for _ in range(most - len(rows))]
 
     def _forward(
-        self, runs: Iterable[list[list[Row]]], any_images: bool, seen: Seen[ThdBatch], is_reference: bool = False
+        self,
+        runs: Iterable[list[list[Row]]],
+        any_images: bool,
+        on_micro_batch: OnMicroBatch[ThdBatch],
+        is_reference: bool = False,
     ) -> None:
         network = self._reference if is_reference and self._reference else self.network
         # Without its adapters, the policy is its own reference.
         adapters = disabled(network.chunks) if is_reference and not self._reference else contextlib.nullcontext()
         with torch.no_grad(), adapters:
             for bins in runs:
-                network.run(self._batches(bins, any_images), len(bins), self.sampling.law, seen=seen)
+                network.run(
+                    self._batches(bins, any_images),
+                    len(bins),
+                    self.sampling.distribution,
+                    seen=on_micro_batch,
+                )
 
     def _update(
         self,
@@ -166,7 +175,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
     ) -> None:
         self.network.zero_gradients()  # an earlier update that failed halfway may have left some
         self.optimizer.zero_grad()
-        law = self.sampling.law
+        distribution = self.sampling.distribution
 
         def loss_of(batch: ThdBatch, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor:
             return self._objective(batch, logprobs_N, entropy_N, sums, old, reference)
@@ -174,7 +183,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         measured, trained = (self._bins(rows) for rows in self._split_rows(samples))
         self._forward([measured], any_images, loss_of)
         if trained:
-            self.network.run(self._batches(trained, any_images), len(trained), law, loss_of=loss_of)
+            self.network.run(self._batches(trained, any_images), len(trained), distribution, loss_of=loss_of)
             norm = self.optimizer.norm()
             if sums.add_update(norm, self._is_finite(sums)):
                 self.optimizer.step()
@@ -195,11 +204,11 @@ class MegatronLearner(StepLearner[ThdBatch]):
             return values_N.cpu().numpy()
         batch = self._thd(self._rows([self._every_token(ids, images)]))
 
-        def seen(_: ThdBatch, logprobs_N: Tensor, __: Tensor) -> None:
+        def on_micro_batch(_: ThdBatch, logprobs_N: Tensor, __: Tensor) -> None:
             values_N.copy_(logprobs_N)
 
         with self.lock, torch.no_grad():
-            self.network.run(iter([batch]), 1, SamplingLaw(), seen=seen)
+            self.network.run(iter([batch]), 1, SamplingDistribution(), seen=on_micro_batch)
             dist.broadcast(values_N, src=self._first_reporter)
         return values_N.cpu().numpy()
 

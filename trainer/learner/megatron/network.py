@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agents.types import SamplingLaw
+from agents.types import SamplingDistribution
 from envs.errors import UserError
 from trainer.config.learner import IMAGE_SHARE, LearnerConfig
 from trainer.learner.layout import Layout
@@ -150,7 +150,7 @@ class MegatronNetwork:
         self._most_encoded = min(ENCODED_TOKENS, int(IMAGE_SHARE * config.max_tokens_per_microbatch))
         _recompute(self.chunks, config.recompute)
         self.vocab_size = int(self.bridge.hf_pretrained.config.get_text_config().vocab_size)
-        self.sees = hasattr(provider, "vision_config")
+        self.reads_images = hasattr(provider, "vision_config")
         self.groups = parallel_state
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self.context = (parallel_state.get_context_parallel_rank(), layout.context)
@@ -179,7 +179,7 @@ class MegatronNetwork:
         self,
         batches: Iterator[ThdBatch],
         count: int,
-        law: SamplingLaw,
+        distribution: SamplingDistribution,
         loss_of: LossOf | None = None,
         seen: Callable[[ThdBatch, Tensor, Tensor], object] | None = None,
     ) -> None:
@@ -207,7 +207,7 @@ class MegatronNetwork:
                     seen(batch, *scores_2N.detach())
                 return scores_2N.sum(), none, {}
 
-            return self._forward(model, batch, law), finish
+            return self._forward(model, batch, distribution), finish
 
         schedule = get_forward_backward_func()
         for chunk in self.chunks:
@@ -222,21 +222,21 @@ class MegatronNetwork:
             forward_only=loss_of is None,
         )
 
-    def _forward(self, model: Any, batch: ThdBatch, law: SamplingLaw) -> Tensor:
+    def _forward(self, model: Any, batch: ThdBatch, distribution: SamplingDistribution) -> Tensor:
         """Return log-probs and entropies (2, N) on the last stage, hidden states before it."""
         row = batch.row
         device = batch.targets_N.device
-        whole = self.sees or self.context[1] == 1  # networks with vision cut the row after the images are in it
+        whole = self.reads_images or self.context[1] == 1  # networks with vision cut the row after the images are in it
         mine_L = slice(None) if whole else row.split(self.context[1])[self.context[0]]
         inputs: dict[str, Any] = {
             "input_ids": torch.from_numpy(row.ids_T[mine_L])[None].to(device),
             "position_ids": torch.from_numpy(
-                row.positions_3T[:, None] if self.sees else row.positions_3T[:1, mine_L]
+                row.positions_3T[:, None] if self.reads_images else row.positions_3T[:1, mine_L]
             ).to(device),
             "attention_mask": None,
             "packed_seq_params": self._packed(batch) if self.is_packed else None,
             "output_processor": _scores,
-            "output_processor_context": (self, batch, law),
+            "output_processor_context": (self, batch, distribution),
         }
         for tower in self._towers:
             if vision := tower.next(device, self.dtype):
@@ -293,7 +293,7 @@ def _scores(
     *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, context: Any, **_: Any
 ) -> Tensor:
     """Return log-probs and entropies (2, N) of all model tokens: Megatron calls it in place of its output layer."""
-    network, batch, law = context
+    network, batch, distribution = context
     if network.sequence:
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -303,7 +303,7 @@ def _scores(
     chosen_M, local_M = batch.places
     hidden_MH = hidden_states[:, 0].index_select(0, local_M)
     shard = network.shard(len(weight_VH))
-    scores = vocab_scores(hidden_MH, weight_VH, batch.targets_N[chosen_M], law, shard, network.compiled)
+    scores = vocab_scores(hidden_MH, weight_VH, batch.targets_N[chosen_M], distribution, shard, network.compiled)
     group = network.groups.get_context_parallel_group() if network.context[1] > 1 else None
     return join_context(torch.stack(scores), chosen_M, len(batch.targets_N), group)
 
@@ -320,11 +320,11 @@ def _recompute(chunks: Sequence[Any], share: float) -> None:
         for module in chunk.modules():
             if isinstance(module, TransformerBlock):
                 for block in module.layers:
-                    block.forward = functools.partial(_forgetful, block, block.forward)
+                    block.forward = functools.partial(_releasing_activations, block, block.forward)
                 recompute(module.layers, share)
 
 
-def _forgetful(block: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _releasing_activations(block: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a block, and let go of its attention's activations.
 
     A block of Megatron-core 0.19.2 keeps what its MLP begins with until the MLP has ended. When a block is recomputed,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from agents.model.linear_logprobs import LEAST, chunks_of, derivative, float32_product, kernel
-from agents.types import SamplingLaw
+from agents.types import SamplingDistribution
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def vocab_scores(
     hidden_NH: Tensor,
     weight_VH: Tensor,
     targets_N: Tensor,
-    law: SamplingLaw,
+    distribution: SamplingDistribution,
     shard: VocabShard,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def vocab_scores(
     All ranks of the group get the same. The gradient of `hidden_NH` is the sum over the group: each rank has all of it.
     """
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        return _VocabScores.apply(hidden_NH, weight_VH, targets_N, law, shard, compiled)  # type: ignore[no-any-return]
+        return _VocabScores.apply(hidden_NH, weight_VH, targets_N, distribution, shard, compiled)  # type: ignore[no-any-return]
 
 
 class _VocabScores(torch.autograd.Function):
@@ -59,14 +59,14 @@ class _VocabScores(torch.autograd.Function):
         hidden_NH: Tensor,
         weight_VH: Tensor,
         targets_N: Tensor,
-        law: SamplingLaw,
+        distribution: SamplingDistribution,
         shard: VocabShard,
         compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs_N, entropy_N, norm_N = (hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in range(3))
         summarise = kernel(_sums, compiled)
         for chunk in chunks_of(len(hidden_NH), len(weight_VH)):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, law, shard)
+            logits_CV = _logits(hidden_NH[chunk], weight_VH, distribution, shard)
             top_C = _reduced(logits_CV.amax(-1), dist.ReduceOp.MAX, shard)
             sums_3C = summarise(logits_CV, top_C, _own(targets_N[chunk], len(weight_VH), shard))
             total_C, inner_C, target_C = _reduced(sums_3C, dist.ReduceOp.SUM, shard)
@@ -77,7 +77,7 @@ class _VocabScores(torch.autograd.Function):
                 top_C + log_C,
             )
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, norm_N)
-        ctx.law = law
+        ctx.distribution = distribution
         ctx.shard = shard
         ctx.compiled = compiled
         return logprobs_N, entropy_N
@@ -86,17 +86,17 @@ class _VocabScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden_NH, weight_VH, targets_N, entropy_N, norm_N = ctx.saved_tensors
-        law = ctx.law
+        distribution = ctx.distribution
         shard = ctx.shard
         grad_hidden_NH = torch.empty_like(hidden_NH, dtype=torch.float32)
         wants_weight = ctx.needs_input_grad[1]
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
         derive = kernel(derivative, ctx.compiled)
         for chunk in chunks_of(len(hidden_NH), len(weight_VH)):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, law, shard)
+            logits_CV = _logits(hidden_NH[chunk], weight_VH, distribution, shard)
             own_C = _own(targets_N[chunk], len(weight_VH), shard)
             numbers = (own_C, *(values_N[chunk] for values_N in (norm_N, entropy_N, *grads)))
-            grad_CV = derive(logits_CV, *numbers, 1 / law.temperature).to(hidden_NH.dtype)
+            grad_CV = derive(logits_CV, *numbers, 1 / distribution.temperature).to(hidden_NH.dtype)
             grad_hidden_NH[chunk] = float32_product(grad_CV, weight_VH)
             if grad_weight_VH is not None:
                 grad_weight_VH += float32_product(grad_CV.T, hidden_NH[chunk])
@@ -114,13 +114,13 @@ def _sums(logits_CV: Tensor, top_C: Tensor, own_C: Tensor) -> Tensor:
     return torch.stack([total_C, inner_C, target_C])
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, law: SamplingLaw, shard: VocabShard) -> Tensor:
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, distribution: SamplingDistribution, shard: VocabShard) -> Tensor:
     """Return float32 logits divided by the temperature, -inf where an id is suppressed or a row is padding."""
     logits_CV = float32_product(hidden_CH, weight_VH.T)
-    if law.temperature != 1.0:
-        logits_CV /= law.temperature
+    if distribution.temperature != 1.0:
+        logits_CV /= distribution.temperature
     count = logits_CV.shape[1]
-    own = [number - shard.start for number in law.suppressed_ids if 0 <= number - shard.start < count]
+    own = [number - shard.start for number in distribution.suppressed_ids if 0 <= number - shard.start < count]
     if own:
         logits_CV[:, own] = float("-inf")
     logits_CV[:, max(0, shard.size - shard.start) :] = float("-inf")

@@ -32,7 +32,7 @@ _REPLIES = ("First I look at the figure: it has 3 sides.", "So the answer is 12.
 
 
 @dataclass(frozen=True)
-class Family:
+class TemplateFamily:
     """The text that opens and closes a turn in the conversations that a family of models was trained on.
 
     Example: ChatML opens the model's turn with `<|im_start|>assistant\\n` and closes it with `<|im_end|>\\n`.
@@ -43,9 +43,9 @@ class Family:
 
 
 #: Families by the token that closes a turn: ChatML (Qwen's models and many others), and headers (Llama 3 and later).
-FAMILIES: Mapping[str, Family] = {
-    "<|im_end|>": Family("<|im_start|>{role}\n", "<|im_end|>\n"),
-    "<|eot_id|>": Family("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"),
+FAMILIES: Mapping[str, TemplateFamily] = {
+    "<|im_end|>": TemplateFamily("<|im_start|>{role}\n", "<|im_end|>\n"),
+    "<|eot_id|>": TemplateFamily("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>"),
 }
 #: The token that closes a turn, by the start of `model_type`, if all instruction-tuned checkpoints of it agree.
 CLOSERS: Mapping[str, str] = {"qwen": "<|im_end|>"}
