@@ -55,7 +55,10 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     if unknown := [name for name in config.only if name not in CHECKS]:
         raise UserError("--only", "must be a check", unknown[0], did_you_mean(unknown[0], CHECKS))
-    make = make_scripted if config.engine == "scripted" else find_engine(config.engine, "ENGINE")
+    if config.engine == "scripted":
+        make = make_scripted
+    else:
+        make = find_engine(config.engine, "ENGINE")
     console = Console()
     with tempfile.TemporaryDirectory(prefix="engine-") as folder, console.status("") as status:
         setup = setup_of(

@@ -107,7 +107,9 @@ def named_model(config: ReplayConfig, source: Recording) -> str:
         raise UserError("--model", "must be given: no path is taken from a recording", "nothing", fix)
     if config.model == RECORDED and not recorded:
         raise UserError("--model", "must name a model, because the recording names none", RECORDED, "give its folder")
-    return config.model if config.model not in ("", RECORDED) else recorded
+    if config.model not in ("", RECORDED):
+        return config.model
+    return recorded
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +125,9 @@ class ReplayInputs:
     @property
     def replayer(self) -> Replayer:
         """What replays an episode."""
-        return StreamReplayer(self.context, self.renderer) if self.renderer else EnvReplayer(self.context)
+        if self.renderer:
+            return StreamReplayer(self.context, self.renderer)
+        return EnvReplayer(self.context)
 
     def header(self, config: ReplayConfig, began: float) -> ReportHeader:
         """Return the header of the report on a replay that began at a time of `perf_counter`."""
@@ -182,7 +186,9 @@ def compare(config: ReplayConfig, inputs: ReplayInputs, console: Console) -> int
     check_any(summary, config)
     if summary.differing:
         return 1
-    return 0 if summary.is_complete else NOT_ALL
+    if summary.is_complete:
+        return 0
+    return NOT_ALL
 
 
 def regrade(config: ReplayConfig, inputs: ReplayInputs, grader: str, console: Console) -> int:
@@ -197,7 +203,9 @@ def regrade(config: ReplayConfig, inputs: ReplayInputs, grader: str, console: Co
         write_report(config.report, rescoring_as_json(header, rescoring, grader))
     check_any(rescoring.summary, config)
     rescoring.summary.num_damaged = inputs.num_damaged
-    return 0 if rescoring.summary.is_complete else NOT_ALL
+    if rescoring.summary.is_complete:
+        return 0
+    return NOT_ALL
 
 
 def fork(config: ReplayConfig) -> int:

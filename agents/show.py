@@ -53,7 +53,9 @@ def chosen(source: Source, config: ShowConfig) -> list[int]:
         *_top(source, "max_gap", config.gap, lambda value: -value),
     ]
     is_named = bool(config.selection.id) and not (config.worst or config.best or config.gap)
-    return list(range(len(source))) if is_named else list(dict.fromkeys(picked))
+    if is_named:
+        return list(range(len(source)))
+    return list(dict.fromkeys(picked))
 
 
 def _top(source: Source, name: str, count: int, key: Callable[[float], float]) -> Iterable[int]:
@@ -93,7 +95,10 @@ def print_run(printer: Printer, source: Source, config: ShowConfig) -> None:
     printer.console.print(overview_table(source))
     if config.gap and not any(cell is not None for cell in source.columns["max_gap"]):
         printer.say(Text("The trainer has scored none of these episodes, so there are no gaps."))
-    tokens = source.recording.tokens() if config.tokens else {}
+    if config.tokens:
+        tokens = source.recording.tokens()
+    else:
+        tokens = {}
     for index in chosen(source, config):
         episode = source.record(index)
         score = source.score(index)

@@ -302,7 +302,9 @@ class Trajectory:
     @property
     def final_text(self) -> str:
         """The text of the last turn; empty where there was none."""
-        return self.turns[-1].text if self.turns else ""
+        if self.turns:
+            return self.turns[-1].text
+        return ""
 
     @property
     def opening(self) -> Sequence[Mapping[str, Any]]:

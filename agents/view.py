@@ -96,7 +96,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     sources = [open_source(path, live, config.selection) for path in config.runs]
     for note in (note for source in sources if source.recording for note in source.recording.damage()):
         print(f"note: {note}")
-    return write(config.export, config, sources) if config.export else serve(config, sources)
+    if config.export:
+        return write(config.export, config, sources)
+    return serve(config, sources)
 
 
 if __name__ == "__main__":

@@ -168,7 +168,10 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         spec = get_spec(env_id, *_paths(registry))
         self._build = load_env(spec)
         self._args = spec.args(max_turns)
-        self._samples = spec.load_dataset(split, size, data_seed) if samples is None else samples
+        if samples is None:
+            self._samples = spec.load_dataset(split, size, data_seed)
+        else:
+            self._samples = samples
         if not len(self._samples):
             raise UserError(f"environment '{env_id}' samples", "must not be empty", 0, "give at least one")
         self._system_prompt = spec.load_system_prompt()
@@ -235,7 +238,9 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
 
     def render(self) -> str | None:  # type: ignore[override]
         """Return the episode so far as text; None without ``render_mode="ansi"``."""
-        return "\n\n".join(self._transcript) if self.render_mode == "ansi" else None
+        if self.render_mode == "ansi":
+            return "\n\n".join(self._transcript)
+        return None
 
     def close(self) -> None:
         """Close the episode's environment; may be called twice."""
@@ -250,13 +255,19 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         if unknown := [key for key in options if key != "index"]:
             raise ValueError(f"reset options: must be {{'index': number of a sample}}, got {unknown[0]!r}")
         size = len(self._samples)
-        index = options["index"] if "index" in options else self.np_random.integers(size)
+        if "index" in options:
+            index = options["index"]
+        else:
+            index = self.np_random.integers(size)
         if isinstance(index, bool) or not isinstance(index, int | np.integer) or not 0 <= index < size:
             raise ValueError(f"reset options index: must be a number from 0 to {size - 1}, got {index!r}")
         return int(index)
 
     def _prompt(self, sample: Sample) -> tuple[Message, ...]:
-        prompt = add_system_prompt(sample.prompt, self._system_prompt) if self._system_prompt else sample.prompt
+        if self._system_prompt:
+            prompt = add_system_prompt(sample.prompt, self._system_prompt)
+        else:
+            prompt = sample.prompt
         return checked_messages(list(prompt))
 
     def _show(self, messages: Sequence[Message]) -> dict[str, Any]:
@@ -297,11 +308,15 @@ def register_all(*overlays: Path) -> list[str]:
 
 
 def _paths(registry: str | Path | Sequence[str | Path]) -> list[Path]:
-    return [Path(registry)] if isinstance(registry, str | Path) else [Path(file) for file in registry]
+    if isinstance(registry, str | Path):
+        return [Path(registry)]
+    return [Path(file) for file in registry]
 
 
 def _messages(env: Env, observation: dict[str, Any]) -> tuple[Message, ...]:
-    return checked_messages(env.format_observation(observation)) if observation else ()
+    if observation:
+        return checked_messages(env.format_observation(observation))
+    return ()
 
 
 def _plain(value: object) -> Any:

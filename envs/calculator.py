@@ -90,7 +90,9 @@ class CalculatorEnv(ToolEnv):
             value = evaluate(expression)
         except ValueError as error:
             raise ToolError(f"Cannot be calculated: {error}.") from error
-        return str(int(value)) if value == int(value) else f"{value:.10g}"
+        if value == int(value):
+            return str(int(value))
+        return f"{value:.10g}"
 
     def solution(self) -> Sequence[str]:
         """Return the answer."""
@@ -108,8 +110,9 @@ def _sample(split: str, seed: int, index: int) -> Sample:
     for _ in range(rng.randint(1, 3)):
         sign = rng.choice("+-*")
         number = rng.randint(2, 99)
-        expression = (
-            f"({expression}) {sign} {number}" if sign == "*" and " " in expression else f"{expression} {sign} {number}"
-        )
+        if sign == "*" and " " in expression:
+            expression = f"({expression}) {sign} {number}"
+        else:
+            expression = f"{expression} {sign} {number}"
     question = {"role": "user", "content": f"What is {expression}?"}
     return Sample(f"calculator-{split}-{seed}-{index}", (question,), label=str(evaluate(expression)))

@@ -120,7 +120,10 @@ def check_env(
         load_env(spec)  # an entry point that cannot be imported is what to mend first
         raise
     samples = [read_sample(spec, source, index) for index in range(max(1, min(num_samples, len(source))))]
-    again = source if problems.data else open_problems(spec, problems, num_samples)
+    if problems.data:
+        again = source
+    else:
+        again = open_problems(spec, problems, num_samples)
     # With "drop" a fault of a tool is reported with its line, whatever it is worth in training.
     args = replace(spec.args(tool_format=detect_format(template.source)), on_tool_fault="drop")
     player = open_player(spec, args, samples)
@@ -190,7 +193,9 @@ class _CheckRun:
 
     def _state(self) -> ProcessState:
         """Return the state of the program that plays; after a hang nobody asks for it."""
-        return self.player.start if self.has_hung else self.player.state()
+        if self.has_hung:
+            return self.player.start
+        return self.player.state()
 
     def _play(self, plan: Iterable[_Planned], options: PlayOptions | None = None) -> list[tuple[int, PlayedEpisode]]:
         """Play the scripts one after the other, so that a measured time is that of one episode alone.

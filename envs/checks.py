@@ -59,7 +59,9 @@ class Finding:
     @property
     def passed(self) -> bool | None:
         """Whether there is no fault; None if the check does not apply."""
-        return None if self.status == "skipped" else self.status != "fault"
+        if self.status == "skipped":
+            return None
+        return self.status != "fault"
 
     @property
     def detail(self) -> str:
@@ -177,7 +179,10 @@ class CheckRun:
             result = check()
             if not isinstance(result, Verdict | str):
                 result = self._wait(result)
-            verdict = ok(result) if isinstance(result, str) else result
+            if isinstance(result, str):
+                verdict = ok(result)
+            else:
+                verdict = result
         except Broken as broken:
             verdict = fault(*broken.args)
         except NotApplicable as reason:

@@ -56,4 +56,6 @@ class Console(rich.console.Console):
 
 def _without_link(style: Style) -> Style:
     """Return a style without the link that rich reads from markup and from codes in what others print."""
-    return style.update_link(None) if style.link else style
+    if style.link:
+        return style.update_link(None)
+    return style

@@ -109,14 +109,22 @@ def checked_number(value: object, rule: str) -> float:
     `rule` begins the message of the fault: "reward must be".
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        fix = "; write float(...)" if hasattr(value, "__float__") else ""
+        if hasattr(value, "__float__"):
+            fix = "; write float(...)"
+        else:
+            fix = ""
         fix = "; does it return?" if value is None else fix
         raise EnvFault(f"{rule} a finite number, got {quoted(value)}{fix}")
     if not -MAX_REWARD <= value <= MAX_REWARD:  # of integers beyond a float, too; NaN is in no range
         is_endless = value != value or value in (math.inf, -math.inf)
-        bound = "" if is_endless else f" within {MAX_REWARD:.2g}"
+        if is_endless:
+            bound = ""
+        else:
+            bound = f" within {MAX_REWARD:.2g}"
         raise EnvFault(f"{rule} a finite number{bound}, got {quoted(value)}")
-    return float(str(value)) if hasattr(value, "dtype") else float(value)
+    if hasattr(value, "dtype"):
+        return float(str(value))
+    return float(value)
 
 
 def _message(value: object) -> Message:
@@ -171,7 +179,10 @@ def plain_fault(fault: EnvFault) -> EnvFault:
     detail = str(fault)
     if isinstance(fault, ToolFault):
         return ToolFault(detail, plain_dict(fault.info), fault.timed_out)
-    kind = HostLost if isinstance(fault, HostLost) else EnvFault
+    if isinstance(fault, HostLost):
+        kind = HostLost
+    else:
+        kind = EnvFault
     return kind(detail, fault.timed_out, fault.process_ended)
 
 
@@ -219,7 +230,9 @@ def _plain(value: Any, depth: int, counter: Iterator[int], copy_known: Callable[
         return {_key(key): _plain(item, depth - 1, counter, copy_known) for key, item in value.items()}
     if depth and isinstance(value, list | tuple):
         parts = [_plain(item, depth - 1, counter, copy_known) for item in value]
-        return tuple(parts) if isinstance(value, tuple) else parts
+        if isinstance(value, tuple):
+            return tuple(parts)
+        return parts
     if kind in (set, frozenset) and all(type(item) in _SCALARS for item in value):
         return kind(value)
     if _is_known(value):
@@ -240,4 +253,6 @@ def _is_known(value: Any) -> bool:
 
 
 def _key(key: Any) -> Any:
-    return key if type(key) in _SCALARS else shown(key)
+    if type(key) in _SCALARS:
+        return key
+    return shown(key)

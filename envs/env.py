@@ -126,5 +126,8 @@ def observation_message(observation: Mapping[str, Any], default_role: str) -> Me
     """Return the message of an observation: the images of `multi_modal_data`, then `obs_str`, under its `role`."""
     images = [image for group in (observation.get("multi_modal_data") or {}).values() for image in group]
     text = observation.get("obs_str", "")
-    content = [*({"type": "image", "image": i} for i in images), {"type": "text", "text": text}] if images else text
+    if images:
+        content = [*({"type": "image", "image": i} for i in images), {"type": "text", "text": text}]
+    else:
+        content = text
     return {"role": observation.get("role", default_role), "content": content}

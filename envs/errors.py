@@ -50,7 +50,10 @@ def quoted(value: object, scalar: Callable[[object], str] = repr) -> str:
     Raises nothing: an integer of over 4,300 digits has no text, and a stranger's class may raise.
     """
     try:
-        text = scalar(value) if isinstance(value, int | float | str | PurePath) else _SHORT.repr(value)
+        if isinstance(value, int | float | str | PurePath):
+            text = scalar(value)
+        else:
+            text = _SHORT.repr(value)
         return shortened(text, 200)
     except Exception:
         return f"a value of type {type(value).__name__}"
@@ -62,7 +65,9 @@ def shortened(text: str, limit: int) -> str:
     >>> shortened("a very long name", 9)
     'a very...'
     """
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    if len(text) <= limit:
+        return text
+    return text[: limit - 3] + "..."
 
 
 def first_line(error: BaseException) -> str:
@@ -72,7 +77,9 @@ def first_line(error: BaseException) -> str:
     'ValueError: no digits'
     """
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if lines:
+        return f"{type(error).__name__}: {lines[0]}"
+    return type(error).__name__
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -83,4 +90,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     bare = {word.lstrip("-"): word for word in sorted(known)}
     near = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
-    return f"did you mean '{bare[near[0]]}'?" if near else f"known: {', '.join(bare.values())}"
+    if near:
+        return f"did you mean '{bare[near[0]]}'?"
+    return f"known: {', '.join(bare.values())}"

@@ -69,7 +69,10 @@ class GymnasiumOptions(BaseModel):
             return cls.model_validate(dict(options))
         except ValidationError as error:
             first = error.errors()[0]
-            got = "nothing" if first["type"] == "missing" else first["input"]
+            if first["type"] == "missing":
+                got = "nothing"
+            else:
+                got = first["input"]
             raise UserError(
                 f"gymnasium options {first['loc'][0]}", first["msg"].lower(), got, "fix the value"
             ) from error
@@ -105,7 +108,10 @@ class GymnasiumOptions(BaseModel):
         if not isinstance(space, spaces.Discrete | spaces.Text):
             rule = f"'{self.id}' must have Discrete or Text actions"
             raise UserError("gymnasium", rule, str(space), "wrap it in an environment that has, and register that one")
-        num_actions = int(space.n) if isinstance(space, spaces.Discrete) else 0
+        if isinstance(space, spaces.Discrete):
+            num_actions = int(space.n)
+        else:
+            num_actions = 0
         if self.actions and len(self.actions) != num_actions:
             rule = f"must name each of the {num_actions} actions of '{self.id}'"
             raise UserError("gymnasium options actions", rule, list(self.actions), "fix the list, or omit it")
@@ -117,15 +123,24 @@ class GymnasiumOptions(BaseModel):
         if self.prompt:
             return self.prompt
         space: Any = env.action_space
-        colours = " What is coloured stands in brackets, as in [red:S]." if env.render_mode == "ansi" else ""
+        if env.render_mode == "ansi":
+            colours = " What is coloured stands in brackets, as in [red:S]."
+        else:
+            colours = ""
         name = self.id.rpartition(":")[2]  # without the module that registers it
-        about = f"{self.description.strip()} " if self.description else ""
+        if self.description:
+            about = f"{self.description.strip()} "
+        else:
+            about = ""
         start = f"You are playing {name}. {about}Every message shows you its state.{colours}"
         if isinstance(space, gymnasium.spaces.Text):
             return f"{start} Answer with your next action and nothing else."
         first = int(space.start)
         last = int(space.start + space.n - 1)
-        actions = ", ".join(self.actions) if self.actions else f"the numbers from {first} to {last}"
+        if self.actions:
+            actions = ", ".join(self.actions)
+        else:
+            actions = f"the numbers from {first} to {last}"
         return f"{start} Act with calls of the tool act. The actions are {actions}."
 
 
@@ -192,7 +207,10 @@ class FromGymnasium(ToolEnv):
 
     def __init__(self, sample: Sample, args: EnvArgs) -> None:
         # Actions depend on each other, so the calls of a turn never run in parallel.
-        in_order = "sequential" if args.tool_calls == "parallel" else args.tool_calls
+        if args.tool_calls == "parallel":
+            in_order = "sequential"
+        else:
+            in_order = args.tool_calls
         super().__init__(sample, replace(args, tool_calls=in_order))
         self.options = GymnasiumOptions.read(args.options)
         self.inner = self.options.make()
@@ -280,14 +298,18 @@ class FromGymnasium(ToolEnv):
         rendering = _visible(self.inner.render())
         if not new:
             return rendering
-        return new + rendering if isinstance(rendering, str) else [new, rendering]
+        if isinstance(rendering, str):
+            return new + rendering
+        return [new, rendering]
 
 
 def _visible(state: Any) -> Any:
     """Return a state as the model sees it: text without terminal codes, an image, or a value for JSON."""
     if isinstance(state, str):
         return name_colours(state).strip("\n")
-    return Image.fromarray(state) if _is_image(state) else state
+    if _is_image(state):
+        return Image.fromarray(state)
+    return state
 
 
 def _texts(observation: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -333,7 +355,10 @@ def _is_image(value: Any) -> bool:
 def _not_in(space: Any, action: str) -> str:
     """Return the error text for an action that the space does not contain."""
     if strange := [char for char in action if char not in space.character_set]:
-        allowed = f" Write only characters of {space.characters!r}." if len(space.characters) <= MAX_SHOWN_CHARS else ""
+        if len(space.characters) <= MAX_SHOWN_CHARS:
+            allowed = f" Write only characters of {space.characters!r}."
+        else:
+            allowed = ""
         return f"No action was taken: {strange[0]!r} is not allowed.{allowed}"
     length = f"{space.min_length} to {space.max_length}"
     return f"No action was taken: write {length} characters and nothing else, not {len(action)}."

@@ -54,7 +54,9 @@ class GuessEnv(Env):
 
 def _last_number(text: str) -> int | None:
     numbers = _NUMBER.findall(text)
-    return int(numbers[-1]) if numbers else None
+    if numbers:
+        return int(numbers[-1])
+    return None
 
 
 def samples(split: str, size: int, seed: int) -> list[Sample]:

@@ -84,7 +84,9 @@ def find_image(value: object, field: str, access: ImageAccess) -> ImageSource:
             raise UserError(field, f"must have no {sized} of its own", value[sized], fix)
         name, inner = held
         is_base64 = name == "bytes" and isinstance(inner, str)
-        return _from_base64(inner, field) if is_base64 else find_image(inner, field, access)
+        if is_base64:
+            return _from_base64(inner, field)
+        return find_image(inner, field, access)
     if isinstance(value, Image.Image):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
@@ -97,7 +99,10 @@ def find_image(value: object, field: str, access: ImageAccess) -> ImageSource:
     if shape is not None:  # an array or a tensor
         got = f"{type(value).__name__} of shape {tuple(shape)}"
         raise UserError(field, "must be an image", got, "use PIL.Image.fromarray")
-    got = value if value is None or isinstance(value, int | float) else f"{type(value).__name__}: {value!r}"
+    if value is None or isinstance(value, int | float):
+        got = value
+    else:
+        got = f"{type(value).__name__}: {value!r}"
     raise UserError(field, "must be an image", got, "give a path, base64 text, bytes or {'bytes': ..., 'path': ...}")
 
 
@@ -105,7 +110,10 @@ def decode_image(
     source: ImageSource, field: str, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = FORMATS
 ) -> Image.Image:
     """Read the image as RGB; check format and limits before decoding pixels (see `load_image` for errors)."""
-    shown = source.name if isinstance(source, Path) else f"{type(source).__name__} of an image"
+    if isinstance(source, Path):
+        shown = source.name
+    else:
+        shown = f"{type(source).__name__} of an image"
     try:
         if isinstance(source, Image.Image):
             check_size(source, field, max_pixels)
@@ -155,7 +163,10 @@ def _find_text(text: str, field: str, access: ImageAccess) -> ImageSource:
     if text.startswith(("http://", "https://")):
         if access.fetch:
             return access.fetch(text, field)
-        flag = "give --allow-remote-images to download it, or " if access.root else ""
+        if access.root:
+            flag = "give --allow-remote-images to download it, or "
+        else:
+            flag = ""
         raise UserError(field, "must not be a URL", text, f"{flag}download the image and give its path")
     # A relative path has no meaning without a root: it must not fall back on the working directory.
     root = access.root
@@ -166,7 +177,10 @@ def _find_text(text: str, field: str, access: ImageAccess) -> ImageSource:
     data = _decode_base64(text)
     if data is not None and _is_image(data):
         return data
-    below = "there is no folder that paths are relative to" if root is None else f"paths are relative to {root}"
+    if root is None:
+        below = "there is no folder that paths are relative to"
+    else:
+        below = f"paths are relative to {root}"
     raise UserError(field, "no such file, and no base64 image", text, below)
 
 
@@ -212,7 +226,9 @@ def _is_image(data: bytes) -> bool:
 
 def _read(source: Path | bytes, field: str) -> bytes:
     _check_bytes(source.stat().st_size if isinstance(source, Path) else len(source), field)
-    return source.read_bytes() if isinstance(source, Path) else source
+    if isinstance(source, Path):
+        return source.read_bytes()
+    return source
 
 
 def _check_bytes(size: int, field: str) -> None:

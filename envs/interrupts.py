@@ -12,7 +12,10 @@ def end_quietly(package: str) -> None:
     Each package calls this first. Once the command runs, `envs.config.cli.exit_code` sees Ctrl-C before this does.
     """
     program = sys.argv[0]  # "-m" as long as `python -m` imports the packages of the module
-    words = [word.removeprefix("-m").partition(".")[0] for word in sys.orig_argv] if program == "-m" else []
+    if program == "-m":
+        words = [word.removeprefix("-m").partition(".")[0] for word in sys.orig_argv]
+    else:
+        words = []
     if package not in (*words, program.rpartition("/")[2]):
         return
     show = sys.excepthook

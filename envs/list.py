@@ -55,7 +55,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     config = parse(ListConfig, argv, "python -m envs.list", "List the environments of the registry.")
     registry = load_registry(*config.registry)
     console = Console()
-    console = console if console.is_terminal else Console(width=PIPED_WIDTH)
+    if console.is_terminal:
+        console = console
+    else:
+        console = Console(width=PIPED_WIDTH)
     console.print(list_table(registry))
     for error in registry.faults.values():
         console.print(f"broken: {error}", soft_wrap=True)

@@ -21,4 +21,6 @@ def off_loop(function: Callable[..., Any], *args: object) -> Any:
 
 def awaited(value: Any) -> Any:
     """Return a value; a coroutine is run on an event loop of its own, and its result returned."""
-    return off_loop(asyncio.run, value) if inspect.iscoroutine(value) else value
+    if inspect.iscoroutine(value):
+        return off_loop(asyncio.run, value)
+    return value

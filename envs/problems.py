@@ -60,7 +60,9 @@ class ProblemsConfig(RowsConfig):
 
 def with_system_prompt(source: SampleSource, system_prompt: str | None) -> SampleSource:
     """Put a system prompt in front of each sample; without a prompt return the samples unchanged."""
-    return Prompted(source, system_prompt) if system_prompt else source
+    if system_prompt:
+        return Prompted(source, system_prompt)
+    return source
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,10 @@ class _SafeWrite:
 
     def __call__(self, text: str) -> int:
         # A progress bar of a library draws its line again. At the start of a line that overwrites nothing else.
-        returns = "\r" if text.startswith("\r") and self._redraws else ""
+        if text.startswith("\r") and self._redraws:
+            returns = "\r"
+        else:
+            returns = ""
         self._redraws = text.endswith("\n") or bool(returns) or (self._redraws and not text)
         self.raw(returns + escape_lines(text.removeprefix(returns)))
         return len(text)

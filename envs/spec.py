@@ -244,7 +244,10 @@ class EnvSpec(BaseModel):
             return ""
         origin = Path(found.origin)
         is_package = found.submodule_search_locations is not None or module.count(".") > 1
-        files = sorted(origin.parent.rglob("*.py")) if is_package else [origin]
+        if is_package:
+            files = sorted(origin.parent.rglob("*.py"))
+        else:
+            files = [origin]
         hashed = hashlib.blake2b(digest_size=8)
         try:
             for file in files:
@@ -260,7 +263,10 @@ class EnvSpec(BaseModel):
             UserError: the module cannot be imported (the message names module and cause), or has no such callable, or
                 it takes other parameters.
         """
-        reference = self.entry_point if ":" in self.entry_point else f"{self.entry_point}:build_env"
+        if ":" in self.entry_point:
+            reference = self.entry_point
+        else:
+            reference = f"{self.entry_point}:build_env"
         if self.compat == "slime":
             from envs.slime import adapt, install_stand_ins
 

@@ -28,7 +28,9 @@ class Success:
     key: str = ""
 
     def __str__(self) -> str:
-        return f"a true '{self.key}' in the episode's info" if self.key else f"a reward of at least {self.reward:g}"
+        if self.key:
+            return f"a true '{self.key}' in the episode's info"
+        return f"a reward of at least {self.reward:g}"
 
     def holds(self, reward: float, infos: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether an episode with this reward and these infos, one a turn, is a success.
@@ -54,10 +56,15 @@ def read_success(value: Any) -> Any:
     if value is None or value == "":
         return None
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        if isinstance(value, bool):
+            number = math.nan
+        else:
+            number = float(value)
     except (TypeError, ValueError, OverflowError):
         if isinstance(value, str):
-            return NONE if value.lower() == NONE else value
+            if value.lower() == NONE:
+                return NONE
+            return value
         number = math.nan
     if not math.isfinite(number):
         raise ValueError("must be a reward such as 0.9, a key of the episode's info, or none")

@@ -125,7 +125,10 @@ class ToolEnv(Env):
         else:
             contents, records = self._make(found)
         messages = [{"role": "tool" if found else "user", "content": content} for content in contents]
-        observation = {"obs_str": "\n".join(map(plain_text, messages)), "messages": messages} if messages else {}
+        if messages:
+            observation = {"obs_str": "\n".join(map(plain_text, messages)), "messages": messages}
+        else:
+            observation = {}
         return observation, self.done, {"tool_calls": records, **self.info}
 
     def format_observation(self, observation: dict[str, Any]) -> Sequence[Message]:
@@ -133,7 +136,9 @@ class ToolEnv(Env):
         if "messages" in observation:
             return observation["messages"]
         shown = super().format_observation(observation)
-        return [shown] if isinstance(shown, dict) else shown
+        if isinstance(shown, dict):
+            return [shown]
+        return shown
 
     def called_tools(self, response_text: str) -> Sequence[str]:
         """Return the names of the tools that a text calls."""
@@ -157,9 +162,15 @@ class ToolEnv(Env):
                 f"sample {self.sample.id!r} has no label; give it one, or define reward() in the environment"
             )
         calls = self._find_calls(final_text)
-        text = outside_tool_calls(final_text, self.args.tool_format) if calls else final_text
+        if calls:
+            text = outside_tool_calls(final_text, self.args.tool_format)
+        else:
+            text = final_text
         is_answer = not calls or extract_boxed(text) is not None
-        score = score_text(text, str(self.sample.label), self.args.grader) if is_answer else 0.0
+        if is_answer:
+            score = score_text(text, str(self.sample.label), self.args.grader)
+        else:
+            score = 0.0
         return self.args.reward(score)
 
     def close(self) -> None:
@@ -176,13 +187,21 @@ class ToolEnv(Env):
 
     def explain(self, call: ToolCall | ToolCallError, problem: str) -> str:
         """Return the answer to a broken call: the sentence `problem`, and an example of a correct call."""
-        named = self._tool(call.name) if isinstance(call, ToolCall) else None
+        if isinstance(call, ToolCall):
+            named = self._tool(call.name)
+        else:
+            named = None
         example = named or next(iter(self._tools.values()))
-        names = f" Tools: {', '.join(self._tools)}." if len(self._tools) > 1 and named is None else ""
+        if len(self._tools) > 1 and named is None:
+            names = f" Tools: {', '.join(self._tools)}."
+        else:
+            names = ""
         return f"{problem}{names} Call {call_example(example.name, example.example, self.args.tool_format)}."
 
     def _find_calls(self, text: str) -> list[ToolCall | ToolCallError]:
-        return find_tool_calls(text, self.args.tool_format) if self._tools else []
+        if self._tools:
+            return find_tool_calls(text, self.args.tool_format)
+        return []
 
     def _tool(self, name: str) -> Tool | None:
         return self._tools.get(self.aliases.get(name, name))
@@ -232,7 +251,10 @@ class ToolEnv(Env):
         chosen = self._tool(call.name)
         if chosen is None:
             fix = did_you_mean(call.name, self._tools)
-            hint = f" {fix[0].upper()}{fix[1:]}" if fix.startswith("did") else ""
+            if fix.startswith("did"):
+                hint = f" {fix[0].upper()}{fix[1:]}"
+            else:
+                hint = ""
             return _CallResult(self.explain(call, f"Unknown tool.{hint}"), "unknown_tool")
         try:
             attempts = self._attempts(chosen, chosen.check(call.arguments))
@@ -265,8 +287,14 @@ class ToolEnv(Env):
 
     async def _in_time(self, attempts: Awaitable[Content]) -> Content:
         """Cancel an async tool in time for its error to be shown, before the whole step is over its limit."""
-        limit_s = self.args.tools_timeout_s if self.args.on_tool_fault == "observe" else None
-        left_s = None if limit_s is None else max(0.0, self._step_began + limit_s - time.monotonic())
+        if self.args.on_tool_fault == "observe":
+            limit_s = self.args.tools_timeout_s
+        else:
+            limit_s = None
+        if limit_s is None:
+            left_s = None
+        else:
+            left_s = max(0.0, self._step_began + limit_s - time.monotonic())
         limit = asyncio.timeout(left_s)
         try:
             async with limit:
@@ -310,5 +338,8 @@ def _finish(coroutine: Any) -> Any:
 def _record(call: ToolCall | ToolCallError, result: _CallResult) -> dict[str, Any]:
     if isinstance(call, ToolCallError):
         return {"name": None, "arguments": None, "outcome": result.outcome, "reason": call.reason}
-    reason = {"reason": fault_line(result.error)} if result.error is not None else {}
+    if result.error is not None:
+        reason = {"reason": fault_line(result.error)}
+    else:
+        reason = {}
     return {"name": call.name, "arguments": call.arguments, "outcome": result.outcome, **reason}

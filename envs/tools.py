@@ -82,7 +82,9 @@ def tool(method: F | None = None, *, name: str = "", retries: int = 0, backoff_s
         method.__tool__ = options  # type: ignore[attr-defined]
         return method
 
-    return mark if method is None else mark(method)
+    if method is None:
+        return mark
+    return mark(method)
 
 
 class BadArgumentsError(Exception):
@@ -122,7 +124,10 @@ class Tool:
         name = chosen.name or function.__name__
         # Cache methods of a class, but not functions that were created for one episode.
         method = getattr(function, "__func__", None)
-        read = _read_signature if method is not None else _read_signature.__wrapped__
+        if method is not None:
+            read = _read_signature
+        else:
+            read = _read_signature.__wrapped__
         return cls(name, function, chosen, *read(name, method or function))
 
     def content(self, value: object) -> Content:
@@ -181,7 +186,10 @@ class Tool:
             if problem["type"] == "missing":
                 problems.append(f"{place} is missing.")
             elif problem["type"] == "extra_forbidden" and not inner:
-                fix = did_you_mean(key, known) if known else "it takes none"
+                if known:
+                    fix = did_you_mean(key, known)
+                else:
+                    fix = "it takes none"
                 problems.append(f"{place} is no argument of {self.name}; {fix}{'' if fix.endswith('?') else '.'}")
             else:
                 rule = problem["msg"].replace("Input should be", "must be").replace("Value error, ", "")
@@ -203,7 +211,9 @@ def _json_or_text(text: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return value if depth(value) <= MAX_DEPTH else text
+    if depth(value) <= MAX_DEPTH:
+        return value
+    return text
 
 
 @functools.lru_cache(maxsize=1024)
@@ -229,7 +239,10 @@ def _read_signature(
             rule = f"parameter '{parameter.name}' has a type that JSON cannot hold"
             fix = "use str, int, float, bool, Literal, list, dict or a pydantic model"
             raise TypeError(f"tool {name}: {rule}, got {hints[parameter.name]!r:.80}; {fix}") from error
-        default = ... if parameter.default is parameter.empty else parameter.default
+        if parameter.default is parameter.empty:
+            default = ...
+        else:
+            default = parameter.default
         text = " ".join(described.get(parameter.name, "").split())
         field = Field(default, alias=parameter.name)
         if text:  # otherwise the type's own Field may hold it
@@ -284,7 +297,9 @@ def fault_line(error: BaseException) -> str:
     """
     shown = "".join(traceback.format_exception_only(error))[: 10 * MAX_FAULT_CHARS]
     line = " ".join(shown.split())
-    return line if len(line) <= MAX_FAULT_CHARS else f"{line[: MAX_FAULT_CHARS - 3]}..."
+    if len(line) <= MAX_FAULT_CHARS:
+        return line
+    return f"{line[: MAX_FAULT_CHARS - 3]}..."
 
 
 def to_content(value: object) -> Content:

@@ -64,5 +64,10 @@ class EpisodeReward:
 def reward_of_text(env: EpisodeEnv | None, final_text: str) -> float | None:
     """Return what `env.reward` gives for the last text, awaited and checked; None where it is left out."""
     grade = getattr(env, "reward", None)
-    value = None if grade is None else awaited(grade(final_text))
-    return None if value is None else checked_number(value, "reward must be")
+    if grade is None:
+        value = None
+    else:
+        value = awaited(grade(final_text))
+    if value is None:
+        return None
+    return checked_number(value, "reward must be")

@@ -47,7 +47,10 @@ def private(sample: Sample) -> Sample:
         {**m, "content": [{**part} for part in m["content"]]} if isinstance(m.get("content"), list) else {**m}
         for m in sample.prompt
     ]
-    metadata = copy.deepcopy(dict(sample.metadata)) if sample.metadata else {}
+    if sample.metadata:
+        metadata = copy.deepcopy(dict(sample.metadata))
+    else:
+        metadata = {}
     return Sample(sample.id, tuple(prompt), sample.label, metadata)
 
 
@@ -105,7 +108,9 @@ class MadeSamples(Sequence[Sample]):
 def content_parts(message: Message) -> list[dict[str, Any]]:
     """Return a message's content as a list of parts, also if it is a string."""
     content = message.get("content") or ""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return list(content)
 
 
 def plain_text(message: Message) -> str:

@@ -57,15 +57,21 @@ class Wrapper(Env):
 
     def reward(self, final_text: str) -> float | None:
         """Return the reward of the last text."""
-        return self.env.reward(final_text) if hasattr(self.env, "reward") else None
+        if hasattr(self.env, "reward"):
+            return self.env.reward(final_text)
+        return None
 
     def called_tools(self, response_text: str) -> Sequence[str] | None:
         """Return the names of the tools that a text calls."""
-        return self.env.called_tools(response_text) if isinstance(self.env, Env) else None
+        if isinstance(self.env, Env):
+            return self.env.called_tools(response_text)
+        return None
 
     def solution(self) -> Sequence[str]:
         """Return the texts that solve the episode."""
-        return self.env.solution() if isinstance(self.env, Env) else ()
+        if isinstance(self.env, Env):
+            return self.env.solution()
+        return ()
 
     def close(self) -> None:
         """Close."""

@@ -34,7 +34,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     from trainer.preflight.diagnosis import diagnose
 
     console = open_console()
-    console = console if console.is_terminal else Console(width=120)
+    if console.is_terminal:
+        console = console
+    else:
+        console = Console(width=120)
     started = time.perf_counter()
     with console.status("") as status:
         findings = diagnose(config, lambda check: status.update(Text(f"checking: {check}")))

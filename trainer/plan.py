@@ -68,7 +68,10 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     machine = config.machine
     hardware = Hardware.read(machine.hardware)
-    workload = Workload.recorded(config.like) if config.like else config.workload
+    if config.like:
+        workload = Workload.recorded(config.like)
+    else:
+        workload = config.workload
     if workload.model_tokens < LEAST_TOKENS:
         rule = f"must give episodes of {LEAST_TOKENS} model tokens or more: shorter ones were missed by up to 44 %"
         flag = "--like" if config.like else "--turn-tokens"
@@ -90,7 +93,10 @@ def plan_lines(planned: Planned, hardware: Hardware, num_gpus: int) -> list[str]
     learners = layout.learner.num_ranks
     servers = f"{layout.num_servers} x {layout.tensor_parallel} for servers"
     idle = num_gpus - layout.num_gpus
-    unused = f"; {idle} of {num_gpus} GPUs would add nothing" if idle else ""
+    if idle:
+        unused = f"; {idle} of {num_gpus} GPUs would add nothing"
+    else:
+        unused = ""
     server_gib = layout.mem_fraction * hardware.memory_gib
     cache = f"{layout.cache_tokens:,.0f} tokens in its cache, of {hardware.memory_gib:g} GiB"
     return [

@@ -40,10 +40,14 @@ def run(argv: Sequence[str] | None = None) -> int:
     from trainer.checkpoint.session import RunFailed
 
     try:
-        return 130 if train_parts(parts, open_console(), process_age_s()).is_interrupted else 0
+        if train_parts(parts, open_console(), process_age_s()).is_interrupted:
+            return 130
+        return 0
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
-        return 130 if error.is_interrupted else 1
+        if error.is_interrupted:
+            return 130
+        return 1
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,10 @@ def run_parts(read: Callable[[Sources], RunConfig]) -> list[RunConfig]:
     """
     config = with_whole_paths(read(SOURCES))
     run = config.stages.replay_rollouts
-    recorded = parts_until(run, config.steps) if run and not config.checkpoint.resume else []
+    if run and not config.checkpoint.resume:
+        recorded = parts_until(run, config.steps)
+    else:
+        recorded = []
     ends = [*(part.first_step - 1 for part in recorded[1:]), config.steps]
     parts = []
     for part, end in zip(recorded, ends, strict=False):
@@ -185,7 +192,10 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     if summary["groups"]:
         outcomes = ", ".join(f"{count} {fate}" for fate, count in summary["groups"].items())
         console.print(f"groups that broken episodes left fewer than two valid ones: {outcomes}")
-    largest = f", largest rollout_train_kl {summary['max_rollout_train_kl'] or 0.0:.1e}" if config.trains else ""
+    if config.trains:
+        largest = f", largest rollout_train_kl {summary['max_rollout_train_kl'] or 0.0:.1e}"
+    else:
+        largest = ""
     console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB{largest}")
     for note in context.closing_notes(session.log.rows):
         console.print(note, soft_wrap=True)

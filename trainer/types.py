@@ -145,7 +145,10 @@ class ModelTokens:
 def check_shape(values_N: object, tokens: ModelTokens) -> None:
     """Raise TypeError unless a user's algorithm gave a tensor with a value for each token."""
     if not isinstance(values_N, Tensor) or values_N.shape != tokens.logprobs_N.shape:
-        got = tuple(values_N.shape) if isinstance(values_N, Tensor) else type(values_N).__name__
+        if isinstance(values_N, Tensor):
+            got = tuple(values_N.shape)
+        else:
+            got = type(values_N).__name__
         raise TypeError(f"{len(tokens.logprobs_N)} tokens need a tensor of that shape, not {got}")
 
 

@@ -65,7 +65,10 @@ def public(*, without: Collection[str] = (), **names: str) -> Callable[[F], F]:
             with checked(args, settings):
                 return await function(*args, **settings)
 
-        decorated = call_async if inspect.iscoroutinefunction(function) else call
+        if inspect.iscoroutinefunction(function):
+            decorated = call_async
+        else:
+            decorated = call
         setattr(decorated, ELSEWHERE, frozenset(names))
         return cast(F, decorated)
 
@@ -78,7 +81,10 @@ def _check(
     """Raise `UserError` for an argument of another type than its annotation says, or under a name of the command."""
     parameters = inspect.signature(function).parameters
     for name in settings.keys() & names.keys() - parameters.keys():
-        fix = f"give {names[name]}=" if names[name] else f"leave it out; see {_help_of(function)}"
+        if names[name]:
+            fix = f"give {names[name]}="
+        else:
+            fix = f"leave it out; see {_help_of(function)}"
         raise UserError(f"{name}=", "is no setting of this call", settings[name], fix)
     given = inspect.signature(function).bind(*args, **settings).arguments
     for name, adapter in _adapters(function).items():
@@ -88,7 +94,10 @@ def _check(
         try:
             adapter.validate_python((value.item() if isinstance(value, np.generic) else value,), strict=True)
         except ValidationError as error:
-            described = f" ({about})" if (about := _description(function, name)) else ""
+            if about := _description(function, name):
+                described = f" ({about})"
+            else:
+                described = ""
             rule = f"must be {parameters[name].annotation}"
             raise UserError(f"{name}=", rule, value, f"see {_help_of(function)}{described}") from error
 

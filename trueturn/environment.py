@@ -65,7 +65,10 @@ def env(source: str | Callable[..., Any], **settings: Unpack[EnvKeywords]) -> En
 
 def as_environment(given: Environment | str | Callable[..., Any]) -> Environment:
     """Return the environment that a call is given: what `tt.env` returns or takes. Its id stands for it from now on."""
-    environment = given if isinstance(given, Environment) else env(given)
+    if isinstance(given, Environment):
+        environment = given
+    else:
+        environment = env(given)
     environment.take_its_name()
     return environment
 
@@ -131,7 +134,10 @@ class Environment:
         Args:
             problem: the number of a training problem, from 0, or a sample
         """
-        sample = problem if isinstance(problem, Sample) else self._problem(problem)
+        if isinstance(problem, Sample):
+            sample = problem
+        else:
+            sample = self._problem(problem)
         self.close()
         self._episode = self._build(sample)
         self._final_text = ""
@@ -172,7 +178,9 @@ class Environment:
         if not observation:
             return []
         shown = self._current.format_observation(observation)
-        return [shown] if isinstance(shown, dict) else list(shown)
+        if isinstance(shown, dict):
+            return [shown]
+        return list(shown)
 
     @property
     def _current(self) -> Env:

@@ -53,7 +53,10 @@ class Rollout(Sequence[Trajectory]):
 
     def __repr__(self) -> str:
         valid = [t.reward for t in self.episodes if t.end_reason.is_valid]
-        mean = f"mean reward {sum(valid) / len(valid):.3f}" if valid else "none valid"
+        if valid:
+            mean = f"mean reward {sum(valid) / len(valid):.3f}"
+        else:
+            mean = "none valid"
         return f"Rollout({len(self)} episodes, {mean}, {self.folder})"
 
 
@@ -226,4 +229,6 @@ def _play(
 def _held_out(of_training: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of an environment for an evaluation: its held-out problems, if it has a file of them."""
     settings = {_RENAMED.get(name, name): value for name, value in of_training.items() if name != "train_size"}
-    return settings | {"data": of_training["eval_data"]} if "eval_data" in of_training else settings
+    if "eval_data" in of_training:
+        return settings | {"data": of_training["eval_data"]}
+    return settings

@@ -98,7 +98,10 @@ def fork(
     def work() -> list[Trajectory]:
         config = config_of(ForkConfig, None, {"fork": turn, "by": "model", "samples": samples, **settings})
         recording = Recording.open(folder_of(recorded))
-        spec = find_spec(recording.manifest, "", ()) if env is NOT_GIVEN else as_environment(env).spec
+        if env is NOT_GIVEN:
+            spec = find_spec(recording.manifest, "", ())
+        else:
+            spec = as_environment(env).spec
         folder = model_folder(named_model(ReplayConfig(run=folder_of(recorded), model=folder_of(model)), recording))
         selected = only_episode(recording, SelectionConfig(id=(episode,)))
 
@@ -160,6 +163,9 @@ def view(
     sources = [open_source(Path(folder_of(each)), False, chosen) for each in recorded]
     for source in sources:
         source.check_has_episodes()
-    file = Path(path) if path else Path(tempfile.mkdtemp(prefix="trueturn-")) / "episodes.html"
+    if path:
+        file = Path(path)
+    else:
+        file = Path(tempfile.mkdtemp(prefix="trueturn-")) / "episodes.html"
     export(file.absolute(), sources)
     return View(file.absolute())

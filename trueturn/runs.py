@@ -64,7 +64,9 @@ class Run:
     def summary(self) -> Mapping[str, Any]:
         """What the run says of itself at its end; empty while it runs."""
         file = self.folder / SUMMARY
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if file.is_file():
+            return json.loads(file.read_text(encoding="utf-8"))
+        return {}
 
     @property
     def accuracy(self) -> Mapping[str, float]:
@@ -108,18 +110,20 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return a table of accuracies, or where nothing is a success mean rewards, and the reward curve."""
-        name = "accuracy" if self.accuracy else "mean_reward"
+        if self.accuracy:
+            name = "accuracy"
+        else:
+            name = "mean_reward"
         before = self.summary.get(f"{name}_before", {})
         cells = "".join(
             f"<tr><td>{html.escape(way.replace('_', ' '))}</td><td>{before.get(way, 0):.3f}</td>"
             f"<td>{after:.3f}</td></tr>"
             for way, after in self.summary.get(f"{name}_after", {}).items()
         )
-        table = (
-            f"<table><tr><th>{name.replace('_', ' ')}</th><th>before</th><th>after</th></tr>{cells}</table>"
-            if cells
-            else ""
-        )
+        if cells:
+            table = f"<table><tr><th>{name.replace('_', ' ')}</th><th>before</th><th>after</th></tr>{cells}</table>"
+        else:
+            table = ""
         curve = self.folder / CURVE
         image = ""
         if curve.is_file():

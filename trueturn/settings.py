@@ -57,7 +57,10 @@ def config_of(
     for name, value in settings.items():
         if name not in fields:
             fix = (sources.translated(model, name) if sources else "") or did_you_mean(name, fields)
-            fix = fix if len(fix) <= MAX_FIX else "see help(trueturn.keywords)"
+            if len(fix) <= MAX_FIX:
+                fix = fix
+            else:
+                fix = "see help(trueturn.keywords)"
             raise UserError(f"{name}=", "is no setting of this call", value, fix)
         path, field = fields[name]
         takes_objects = takes_code(field) or name in ROWS
@@ -69,7 +72,10 @@ def config_of(
 def _plain(value: Any, takes_objects: bool, is_list: bool) -> Any:
     """Return a value as a file of settings could hold it, an object by a reference."""
     if is_list and value is not None:
-        items = value if isinstance(value, list | tuple) else [value]
+        if isinstance(value, list | tuple):
+            items = value
+        else:
+            items = [value]
         return [_plain(item, takes_objects, False) for item in items]
     if isinstance(value, Path) or (isinstance(value, HasFolder) and not takes_objects):
         return folder_of(value)  # of a run, as a model or to resume
@@ -77,7 +83,9 @@ def _plain(value: Any, takes_objects: bool, is_list: bool) -> Any:
         return value.item()
     if value is None or isinstance(value, str | int | float):
         return value
-    return give(value) if takes_objects else value
+    if takes_objects:
+        return give(value)
+    return value
 
 
 def weighted_rewards(functions: Sequence[Any] | Callable[..., Any] | str, weights: Sequence[float] | None) -> list[str]:
@@ -86,8 +94,14 @@ def weighted_rewards(functions: Sequence[Any] | Callable[..., Any] | str, weight
     Raises:
         UserError: there are more or fewer weights than functions.
     """
-    functions = [functions] if isinstance(functions, str) or callable(functions) else functions
-    given = [1.0] * len(functions) if weights is None else list(weights)
+    if isinstance(functions, str) or callable(functions):
+        functions = [functions]
+    else:
+        functions = functions
+    if weights is None:
+        given = [1.0] * len(functions)
+    else:
+        given = list(weights)
     if len(given) != len(functions):
         rule = f"must have a weight for each of {len(functions)} functions"
         raise UserError("reward_weights=", rule, given, "give as many, or leave them out: all are 1 then")
@@ -97,4 +111,6 @@ def weighted_rewards(functions: Sequence[Any] | Callable[..., Any] | str, weight
 def _reference(function: Any) -> str:
     if isinstance(function, str):
         return function
-    return ENV_REWARD if function is rewards.answer else give(function)
+    if function is rewards.answer:
+        return ENV_REWARD
+    return give(function)

@@ -114,7 +114,10 @@ def _train(
         name = min(twice)
         rule = "must not be given beside reward_funcs and callbacks, which stand for reward and callback"
         raise UserError(f"{name}=", rule, settings[name], "leave one out")
-    environment = {} if env is NOT_GIVEN else as_environment(env).settings
+    if env is NOT_GIVEN:
+        environment = {}
+    else:
+        environment = as_environment(env).settings
     given = {**environment, **settings, **own}
     parts = run_parts(lambda sources: config_of(RunConfig, sources, given, config))
     check_settings(parts[0])

@@ -129,7 +129,10 @@ def check_engine(
     """
     logging.disable_progress_bar()
     renderer = Renderer.from_checkpoint(setup.model_path)
-    reference = Reference.load(setup.model_path, setup.dtype, setup.device) if with_network else None
+    if with_network:
+        reference = Reference.load(setup.model_path, setup.dtype, setup.device)
+    else:
+        reference = None
     loop = _TimedLoop(limit_s, time.monotonic() + max_seconds)
     checks = CheckRun(only, on_check, loop.run)
     num_children = len(children())

@@ -46,7 +46,10 @@ class LoopThread:
         future.cancel()
         answered = threading.Event()
         self._loop.call_soon_threadsafe(answered.set)
-        blocked = "" if answered.wait(GRACE_S) else "; it blocks the event loop, so every other episode waits too"
+        if answered.wait(GRACE_S):
+            blocked = ""
+        else:
+            blocked = "; it blocks the event loop, so every other episode waits too"
         raise Hung(f"did not end within {limit_s:.0f} s{blocked}")
 
     def stop(self) -> None:

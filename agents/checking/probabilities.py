@@ -181,7 +181,10 @@ async def check_score(trial: Trial) -> str:
     for prompt in [*trial.prompts(), replace(trial.prompt(), ids=trial.prompt().ids[:1])]:
         got = await trial.engine.score(prompt.ids, prompt.images)
         if not isinstance(got, np.ndarray) or got.shape != (len(prompt.ids) - 1,) or got.dtype != np.float32:
-            shown = f"{got.dtype} of shape {got.shape}" if isinstance(got, np.ndarray) else type(got).__name__
+            if isinstance(got, np.ndarray):
+                shown = f"{got.dtype} of shape {got.shape}"
+            else:
+                shown = type(got).__name__
             raise Broken(f"{shown} for {len(prompt.ids)} ids", "return float32, one number less than ids")
         if trial.reference is not None and len(got):
             wanted = await trial.reference.score(prompt.ids, prompt.images)

@@ -69,12 +69,18 @@ class Trial:
         """Return one of four questions, with images of these seeds before it."""
         parts = [{"type": "image", "image": make_image(seed)} for seed in images]
         text = QUESTIONS[number % len(QUESTIONS)]
-        content = [*parts, {"type": "text", "text": text}] if parts else text
+        if parts:
+            content = [*parts, {"type": "text", "text": text}]
+        else:
+            content = text
         return self.renderer.prompt([{"role": "user", "content": content}], ())
 
     def prompts(self) -> list[Rendered]:
         """Return a prompt of text and, where the model sees, one with an image and one with two."""
-        images = [(), (1,), (2, 3)] if self.reads_images else [()]
+        if self.reads_images:
+            images = [(), (1,), (2, 3)]
+        else:
+            images = [()]
         return [self.prompt(number, seeds) for number, seeds in enumerate(images)]
 
     def suffix(self, last_id: int) -> Rendered:
@@ -138,7 +144,10 @@ class Trial:
         """Let the engine load a network's weights, while it is paused; return their version."""
         assert self.reference is not None
         version = self.engine.weight_version + 1
-        name = "first" if reference is self.reference else "other"
+        if reference is self.reference:
+            name = "first"
+        else:
+            name = "other"
         folder = self.folder / f"{name}-{version}"
         weights_of = reference.model.named_parameters
         await asyncio.to_thread(reference.model.save, folder, next(weights_of())[1].dtype)

@@ -38,7 +38,10 @@ async def check_protocol(trial: Trial) -> str:
     if trial.engine.context_length < 2 or trial.engine.weight_version != 0:
         found = f"context_length {trial.engine.context_length}, weight_version {trial.engine.weight_version}"
         raise Broken(found, "context_length is that of the setup or less, and the first weights have version 0")
-    trainable = "takes new weights" if not missing_parts(trial.engine) else "cannot be trained, only evaluated"
+    if not missing_parts(trial.engine):
+        trainable = "takes new weights"
+    else:
+        trainable = "cannot be trained, only evaluated"
     return f"{type(trial.engine).__name__}, context of {trial.engine.context_length}, {trainable}"
 
 
@@ -60,7 +63,10 @@ async def check_completion(trial: Trial) -> str:
 
 def _broken_types(c: Completion, trial: Trial) -> str:
     """Return which field of a completion is of the wrong type or out of range; "" if none is."""
-    num_ids = trial.reference.num_ids if trial.reference else len(trial.renderer.tokenizer)
+    if trial.reference:
+        num_ids = trial.reference.num_ids
+    else:
+        num_ids = len(trial.renderer.tokenizer)
     if not isinstance(c.ids, tuple) or not all(type(token) is int for token in c.ids):
         return f"ids must be a tuple of int, got {_shown(c.ids)}"
     if wrong := [token for token in c.ids if not 0 <= token < num_ids]:
@@ -77,7 +83,10 @@ def _broken_types(c: Completion, trial: Trial) -> str:
 
 
 def _shown(value: object) -> str:
-    inside = f" of {type(value[0]).__name__}" if isinstance(value, list | tuple) and value else ""
+    if isinstance(value, list | tuple) and value:
+        inside = f" of {type(value[0]).__name__}"
+    else:
+        inside = ""
     return f"a {type(value).__name__}{inside}"
 
 
@@ -207,7 +216,9 @@ async def ended(call: Awaitable[object], what: str) -> object:
     if not done:
         task.add_done_callback(lambda late: late.cancelled() or late.exception())
         raise Broken(f"{what} has not ended {END_S:.0f} s later", "end the call at once, and stop writing")
-    return None if task.cancelled() else task.exception() or task.result()
+    if task.cancelled():
+        return None
+    return task.exception() or task.result()
 
 
 async def check_cancelling(trial: Trial) -> str:

@@ -248,7 +248,10 @@ class TerminalPlayer:
 
 def format_info(info: Any) -> str:
     """Return a step's info for a person: outcomes of calls first."""
-    calls = info.get("tool_calls") if isinstance(info, Mapping) else None
+    if isinstance(info, Mapping):
+        calls = info.get("tool_calls")
+    else:
+        calls = None
     if not isinstance(calls, list) or not calls or not all(isinstance(call, Mapping) for call in calls):
         return f"info {info}"
     rest = {key: value for key, value in info.items() if key != "tool_calls"}
@@ -285,7 +288,9 @@ def print_summary(trajectory: Trajectory, terminal: Terminal, gallery: Gallery) 
         f"--- end: {t.end_reason}, reward {t.reward:g}, {counted(len(t.turns), 'turn')}, {t.num_model_tokens} tokens "
         f"written, {read} read"
     )
-    return 0 if t.end_reason.is_valid else 1
+    if t.end_reason.is_valid:
+        return 0
+    return 1
 
 
 def print_early_end(quit_by: PlayerQuit | KeyboardInterrupt, terminal: Terminal, record: Path | None) -> int:

@@ -19,7 +19,9 @@ _BEGUN_IN = Path.cwd()
 def one_line(text: str, length: int) -> str:
     """Return the text on one line of at most `length` characters; a longer text is cut and ends with "..."."""
     text = escape_controls(text[: length + 1])
-    return text if len(text) <= length else text[: length - 3] + "..."
+    if len(text) <= length:
+        return text
+    return text[: length - 3] + "..."
 
 
 def shorten_middle(text: str, full: bool) -> str:
@@ -49,7 +51,9 @@ def excerpt_pair(one: Any, other: Any, width: int = 80) -> tuple[str, str]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def counted(number: int, noun: str) -> str:

@@ -80,8 +80,14 @@ class HFEngine:
         self.keeps_kv_cache = keeps_kv_cache
         #: A batch goes on without its ended rows once no more than this share still writes. On a GPU a step takes about
         #: as long for all rows as for half of them, and another number of rows needs another graph.
-        self._least_alive = 0.25 if self.device.type == "cuda" else 0.75
-        self._graphs = GraphPool(self.device) if self.device.type == "cuda" else None
+        if self.device.type == "cuda":
+            self._least_alive = 0.25
+        else:
+            self._least_alive = 0.75
+        if self.device.type == "cuda":
+            self._graphs = GraphPool(self.device)
+        else:
+            self._graphs = None
         self._step: DecodeStep | None = None
         self.weight_version = 0
         self.busy = BusyTime()

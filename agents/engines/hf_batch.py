@@ -53,7 +53,9 @@ class BatchTurn(PendingTurn):
     @property
     def stream(self) -> tuple[int, ...]:
         """All ids so far, the prompt's first."""
-        return (*self.request.ids, *self.ids) if self.ids else self.request.ids
+        if self.ids:
+            return (*self.request.ids, *self.ids)
+        return self.request.ids
 
     @property
     def is_cancelled(self) -> bool:

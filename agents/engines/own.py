@@ -21,7 +21,9 @@ MakeEngine = Callable[[EngineSetup], Any]
 
 def find_engine(reference: str, field: str = "--engine") -> MakeEngine:
     """Return the function that makes an engine, imported and checked. Raises `UserError` where it cannot be used."""
-    return make_embedded if reference == "hf" else ENGINE.load(field, reference)
+    if reference == "hf":
+        return make_embedded
+    return ENGINE.load(field, reference)
 
 
 def make_engine(reference: str, setup: EngineSetup, protocol: type = Engine, field: str = "--engine") -> Any:
@@ -65,11 +67,15 @@ def _missing_part(found: object, name: str, promised: Any) -> str:
     except Exception as error:  # a property of the user
         return f"{name}, which must not raise ({type(error).__name__}: {error})"
     if isinstance(promised, property):
-        return "" if isinstance(own, int) and not isinstance(own, bool) else f"{name}, a whole number"
+        if isinstance(own, int) and not isinstance(own, bool):
+            return ""
+        return f"{name}, a whole number"
     parameters = [*inspect.signature(promised).parameters][1:]
     is_async = inspect.iscoroutinefunction(promised)
     has_it = callable(own) and _takes(own, parameters) and (not is_async or inspect.iscoroutinefunction(own))
-    return "" if has_it else f"{'async ' * is_async}{name}({', '.join(parameters)})"
+    if has_it:
+        return ""
+    return f"{'async ' * is_async}{name}({', '.join(parameters)})"
 
 
 def _takes(method: Callable[..., object], parameters: Sequence[str]) -> bool:

@@ -88,8 +88,14 @@ class Segments:
         q_lengths = [s.length for s in spans]
         k_lengths = [s.num_keys for s in spans]
         shares = any(s.prefix_length for s in spans)
-        even = q_lengths[0] if not shares and len(set(q_lengths)) == 1 else 0
-        keys = np.concatenate([_keys(span) for span in spans]) if shares else None
+        if not shares and len(set(q_lengths)) == 1:
+            even = q_lengths[0]
+        else:
+            even = 0
+        if shares:
+            keys = np.concatenate([_keys(span) for span in spans])
+        else:
+            keys = None
         buckets: tuple[SequenceBatch, ...] = ()
         rows = None
         if with_buckets and not even:
@@ -175,7 +181,9 @@ def _grouped_heads() -> dict[str, Any]:
     """Return the arguments for keys with fewer heads: torch up to 2.11 needs none, later versions need a flag."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        return {"enable_gqa": True}
+    return {}
 
 
 _GROUPED_HEADS = _grouped_heads()
@@ -230,7 +238,10 @@ def vision_attention(
     Tensors are (1, heads, T, D); returns (1, T, heads, D). A tower with windows has two segmentations of its patches;
     the bounds that a layer gets say which one to use.
     """
-    candidates = (segments,) if isinstance(segments, Segments) else segments
+    if isinstance(segments, Segments):
+        candidates = (segments,)
+    else:
+        candidates = segments
     # By identity: a comparison of values would recompile a compiled block for every new number of sequences.
     chosen = next(each for each in candidates if each.q_bounds_S is cu_seq_lens_q)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

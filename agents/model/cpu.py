@@ -45,4 +45,6 @@ def end_team() -> None:
 @functools.cache
 def _pause() -> Any | None:
     """Return the function of torch's GNU OpenMP, which concerns the calling thread alone; None with another OpenMP."""
-    return getattr(ctypes.CDLL(None), "omp_pause_resource_all", None) if sys.platform == "linux" else None
+    if sys.platform == "linux":
+        return getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    return None

@@ -80,8 +80,14 @@ class _LinearScores(torch.autograd.Function):
         hidden_NH, weight_VH, targets_N, entropy_N, norm_N = ctx.saved_tensors
         grad_logprobs_N, grad_entropy_N = grads
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        if wants_hidden:
+            grad_hidden_NH = torch.empty_like(hidden_NH)
+        else:
+            grad_hidden_NH = None
+        if wants_weight:
+            grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        else:
+            grad_weight_VH = None
         derive = kernel(derivative, ctx.compiled)
         for chunk in chunks_of(len(hidden_NH), len(weight_VH)):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, ctx.distribution)
@@ -150,7 +156,9 @@ def chunks_of(count: int, vocabulary: int) -> Sequence[slice]:
 
 def kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     """Return the function, or one that makes few kernels of its operations."""
-    return _compiled(function) if compiled else function
+    if compiled:
+        return _compiled(function)
+    return function
 
 
 @functools.cache

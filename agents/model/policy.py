@@ -74,7 +74,11 @@ class PolicyModel(nn.Module):
         `weights`, by the names of `named_parameters`, replace the network's own, which are incomplete in a sharded one.
         """
         backbone: Any = self.backbone
-        weights = weights if weights is not None else dict(self.named_parameters())  # names a tied weight once
+        # names a tied weight once
+        if weights is not None:
+            weights = weights
+        else:
+            weights = dict(self.named_parameters())
         state = {n.removeprefix("backbone."): tensor.detach().to("cpu", dtype) for n, tensor in weights.items()}
         backbone.save_pretrained(folder, state_dict=state)
         self.save_settings(folder, dtype)
@@ -92,12 +96,16 @@ class PolicyModel(nn.Module):
     @property
     def image_token_id(self) -> int:
         """The id of the image placeholder; -1, which no token has, without vision."""
-        return int(self.config.image_token_id) if self.architecture.vision else NO_IMAGE_TOKEN
+        if self.architecture.vision:
+            return int(self.config.image_token_id)
+        return NO_IMAGE_TOKEN
 
     @property
     def merge_size(self) -> int:
         """Patches per token along each side; 1 without vision."""
-        return int(self.config.vision_config.spatial_merge_size) if self.architecture.vision else 1
+        if self.architecture.vision:
+            return int(self.config.vision_config.spatial_merge_size)
+        return 1
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -136,7 +144,10 @@ class PolicyModel(nn.Module):
             window = tower.config.window_size // tower.config.patch_size // self.merge_size
         pixels_PD = pixels_PD.to(tower.dtype if dtype is None else dtype)
         kind = pixels_PD.device.type
-        attends_in = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else pixels_PD.dtype
+        if torch.is_autocast_enabled(kind):
+            attends_in = torch.get_autocast_dtype(kind)
+        else:
+            attends_in = pixels_PD.dtype
         with_buckets = needs_buckets(pixels_PD.device, attends_in)
         inputs = tower_inputs(grids, self.merge_size, window, pixels_PD.device, with_buckets)
         output = tower(pixels_PD, return_dict=True, **inputs)
@@ -159,7 +170,10 @@ class PolicyModel(nn.Module):
         if not self.architecture.vision and attention_mask is None:
             # Without a mask, Transformers mistakes the positions of padding for further packed sequences.
             attention_mask = torch.ones_like(ids_BT)
-        places = (ids_BT == self.image_token_id).nonzero(as_tuple=True) if vision else ()
+        if vision:
+            places = (ids_BT == self.image_token_id).nonzero(as_tuple=True)
+        else:
+            places = ()
         cached = {_cache_name(type(self._decoder)): cache}
         hidden_BTH = self._hidden(ids_BT, positions_3BT, vision, places, attention_mask=attention_mask, **cached)
         return float32_logits(hidden_BTH[select], self.backbone.lm_head)
@@ -213,14 +227,19 @@ class PolicyModel(nn.Module):
             if self.architecture.deepstack:
                 inputs["visual_pos_masks"] = torch.stack(placeholders)
                 inputs["deepstack_visual_embeds"] = [f.index_select(0, vision.feature_index_M) for f in features[1:]]
-        positions = positions_3BT if self.architecture.vision else positions_3BT[0]
+        if self.architecture.vision:
+            positions = positions_3BT
+        else:
+            positions = positions_3BT[0]
         return decoder(inputs_embeds=embeds_BTH, position_ids=positions, use_cache=False, **inputs).last_hidden_state
 
 
 @functools.cache
 def _cache_name(decoder: type[nn.Module]) -> str:
     """Return what a decoder calls its cache: "cache", or "past_key_values" in older versions of Transformers."""
-    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+    if "cache" in inspect.signature(decoder.forward).parameters:
+        return "cache"
+    return "past_key_values"
 
 
 def add_features(hidden_BTH: Tensor, places_2M: Tensor, features_MH: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ def to_json(value: Any, depth: int = MAX_DEPTH) -> Any:
         return shown(hex(value))
     if type(value) is float and not math.isfinite(value):
         return repr(value)
-    return value if value is None or type(value) in (bool, int, float) else shown(value)
+    if value is None or type(value) in (bool, int, float):
+        return value
+    return shown(value)
 
 
 def json_text(model: BaseModel) -> str:

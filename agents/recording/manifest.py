@@ -46,7 +46,9 @@ def own_registry(manifest: Manifest) -> str:
     """
     known = {PACKAGED, *(file for _, file in plugin_files())}
     file = Path(manifest.registry)
-    return str(file) if file.is_absolute() and file not in known and file.is_file() else ""
+    if file.is_absolute() and file not in known and file.is_file():
+        return str(file)
+    return ""
 
 
 def software_versions() -> dict[str, str]:

@@ -136,7 +136,9 @@ class _ScorePlaces:
 
     def find(self, id: str) -> ScoreRecord | None:
         place = self._places.get(id)
-        return None if place is None else next(self._recording.scores_from(place))[1]
+        if place is None:
+            return None
+        return next(self._recording.scores_from(place))[1]
 
 
 def run(argv: Sequence[str] | None = None) -> int:

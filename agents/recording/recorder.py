@@ -165,8 +165,14 @@ class Recorder:
     ) -> None:
         """Append the outcome of a training episode; `advantage` is that of all its tokens, or of each turn."""
         if self.is_recorded(TRAIN, trajectory.group):
-            by_turn = {"turn_advantages": advantage} if isinstance(advantage, tuple) else {}
-            mean = statistics.fmean(advantage) if isinstance(advantage, tuple) else advantage
+            if isinstance(advantage, tuple):
+                by_turn = {"turn_advantages": advantage}
+            else:
+                by_turn = {}
+            if isinstance(advantage, tuple):
+                mean = statistics.fmean(advantage)
+            else:
+                mean = advantage
             name = episode_id(TRAIN, TRAIN, trajectory)
             line = {"id": name, "step": step, "fate": fate, "advantage": mean, **by_turn}
             with self._timed():

@@ -76,7 +76,13 @@ class Recording:
         found = [folder for folder in (path, path / "episodes") if os.path.lexists(folder / MANIFEST)]
         if not found:
             old = [folder for folder in (path, path / "episodes") if (folder / "episodes.jsonl").is_file()]
-            got = "episodes of an earlier version" if old else "none" if path.exists() else "no such folder"
+            if old:
+                got = "episodes of an earlier version"
+            else:
+                if path.exists():
+                    got = "none"
+                else:
+                    got = "no such folder"
             raise UserError(str(path), f"must hold a recording ({MANIFEST})", got, "give a run folder that recorded")
         try:
             text = read_regular(found[0] / MANIFEST).decode("utf-8")
@@ -231,7 +237,10 @@ class Recording:
             UserError: the images give other patch grids than recorded.
         """
         messages = self.messages(episode.messages)
-        processed = self._processed(episode, messages, images) if images else ()
+        if images:
+            processed = self._processed(episode, messages, images)
+        else:
+            processed = ()
         return Trajectory(
             sample_id=episode.sample_id,
             sample_index=episode.sample_index,

@@ -280,7 +280,9 @@ class TokenRecord(_Record):
     @property
     def spelled(self) -> bytes:
         """The bytes of the token."""
-        return bytes.fromhex(self.hex) if self.hex else self.text.encode()
+        if self.hex:
+            return bytes.fromhex(self.hex)
+        return self.text.encode()
 
 
 def read_token(line: bytes) -> TokenRecord | None:
@@ -298,7 +300,10 @@ def episode_id(phase: str, way: str, trajectory: Trajectory) -> str:
     "before-with_tool-12-0" an episode of an evaluation.
     """
     kind = phase if way == phase else f"{phase}-{way}"
-    again = f"-{trajectory.attempt}" if trajectory.attempt else ""
+    if trajectory.attempt:
+        again = f"-{trajectory.attempt}"
+    else:
+        again = ""
     return f"{kind}-{trajectory.group}-{trajectory.sample_index}{again}"
 
 

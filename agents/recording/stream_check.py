@@ -21,4 +21,6 @@ def broken_record(episode: EpisodeRecord, vocabulary: Vocabulary | None = None) 
         return f"{len(episode.logprobs)} log-probs for {num_written} masked tokens"
     if episode.end_reason is EndReason.INVALID_STREAM:
         return broken_spans(episode)
-    return broken_invariant(episode, vocabulary) if vocabulary else broken_stream(episode)
+    if vocabulary:
+        return broken_invariant(episode, vocabulary)
+    return broken_stream(episode)

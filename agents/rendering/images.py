@@ -94,7 +94,10 @@ class ImageStore:
         except Exception as error:  # as whatever reads it raises it
             rule, fix = "must have a readable preprocessor_config.json", "take the file of the model's repository"
             raise UserError("--model", rule, first_line(error), fix) from error
-        kind = str(settings.get("image_processor_type", "")) if isinstance(settings, dict) else ""
+        if isinstance(settings, dict):
+            kind = str(settings.get("image_processor_type", ""))
+        else:
+            kind = ""
         if not kind.startswith(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")):
             rule = "must have the image processor of a Qwen vision-language model"
             raise UserError("--model", rule, kind or "none", "take a Qwen2.5-VL or Qwen3-VL checkpoint")

@@ -78,11 +78,17 @@ class Renderer:
         self.encoder = Encoder(tokenizer)
         self._name = str(tokenizer.name_or_path)
         #: The folder that the tokenizer was read from; None for one made in memory.
-        self.path = Path(self._name) if self._name else None
+        if self._name:
+            self.path = Path(self._name)
+        else:
+            self.path = None
         plain, with_tools = choose_templates(tokenizer.chat_template)
         self.template = ModelTemplate(tokenizer, template_kwargs or {}, plain)
         is_same = with_tools == plain
-        self.tool_template = self.template if is_same else ModelTemplate(tokenizer, template_kwargs or {}, with_tools)
+        if is_same:
+            self.tool_template = self.template
+        else:
+            self.tool_template = ModelTemplate(tokenizer, template_kwargs or {}, with_tools)
         vocabulary = tokenizer.get_vocab()
         self.max_token_chars = max(map(len, vocabulary), default=1)
         self.closer = self._find_closer()
@@ -121,12 +127,16 @@ class Renderer:
 
     def template_for(self, has_tools: bool) -> ModelTemplate:
         """Return the template of a conversation with tools, or of one without."""
-        return self.tool_template if has_tools else self.template
+        if has_tools:
+            return self.tool_template
+        return self.template
 
     @property
     def merge_size(self) -> int:
         """Patches per token along each side; 1 where the model reads no images."""
-        return self.images.merge_size if self.images else 1
+        if self.images:
+            return self.images.merge_size
+        return 1
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer, chat template and image processor settings into a model folder."""
@@ -170,7 +180,9 @@ class Renderer:
             rule = f"must have a tokenizer with {' and '.join(sorted(missing))}"
             raise self._error(rule, "add the tokenizer.json of the vision-language model")
         is_written = token in self.encoder.added and all(text.count(token) == 1 for text in texts)
-        return self.encoder.added[token] if is_written else None
+        if is_written:
+            return self.encoder.added[token]
+        return None
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
         """Return the stream that opens an episode, ending where the model begins to write.
@@ -222,7 +234,10 @@ class Renderer:
                 texts.extend(part["text"] for part in content if part["type"] != "image")
         is_closed = last_id == self.closer_id
         # A message with more than role and content, such as a tool's name, needs a full rendering.
-        known = self._suffix_of(template, tuple(shape)) if all(len(message) == 2 for message in prepared) else None
+        if all(len(message) == 2 for message in prepared):
+            known = self._suffix_of(template, tuple(shape))
+        else:
+            known = None
         if known is not None:
             ids = known.ids(self.encoder, texts, is_closed)
         else:
@@ -273,7 +288,10 @@ class Renderer:
         Neighbouring texts are joined first, because a token may be split over two. The content of a message without
         images becomes a string.
         """
-        role = message["role"] if is_first else template.role(message["role"])
+        if is_first:
+            role = message["role"]
+        else:
+            role = template.role(message["role"])
         content = message.get("content") or ""
         if isinstance(content, str):
             content = self.encoder.break_control_tokens(content)
@@ -288,7 +306,10 @@ class Renderer:
                 {"type": "text", "text": self.encoder.break_control_tokens(p["text"])} if p["type"] == "text" else p
                 for p in parts
             ]
-            content = parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts or ""
+            if len(parts) == 1 and parts[0]["type"] == "text":
+                content = parts[0]["text"]
+            else:
+                content = parts or ""
         if len(message) == 2:
             return {"role": role, "content": content}
         others = {key: _map_texts(value, self.encoder.break_control_tokens) for key, value in message.items()}
@@ -307,7 +328,10 @@ class Renderer:
 
     def expand(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[int]:
         """Repeat each image's placeholder once per token of the image."""
-        holes = 0 if self.image_token_id is None else ids.count(self.image_token_id)
+        if self.image_token_id is None:
+            holes = 0
+        else:
+            holes = ids.count(self.image_token_id)
         assert holes == len(images), f"the template wrote {holes} image placeholders for {len(images)} images"
         if not images:
             return ids
@@ -341,7 +365,10 @@ def _content_key(message: Message) -> tuple[Any, ...]:
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = tuple(part["text"] if part["type"] == "text" else None for part in content_parts(message))
-    others = repr({k: v for k, v in message.items() if k not in ("role", "content")}) if len(message) > 2 else ""
+    if len(message) > 2:
+        others = repr({k: v for k, v in message.items() if k not in ("role", "content")})
+    else:
+        others = ""
     return message["role"], content, others
 
 
@@ -351,4 +378,6 @@ def _map_texts(value: Any, change: Any) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
-    return [_map_texts(item, change) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_map_texts(item, change) for item in value]
+    return value

@@ -136,7 +136,9 @@ class ModelTemplate:
         head, tail = self.render([{"role": "system", "content": MARK}, _QUESTION]).split(MARK)
         plain = self.render([_QUESTION])
         is_framed = plain.startswith(head) and plain.endswith(tail) and len(plain) >= len(head) + len(tail)
-        return plain[len(head) : len(plain) - len(tail)] if is_framed else ""
+        if is_framed:
+            return plain[len(head) : len(plain) - len(tail)]
+        return ""
 
     def after_turn(self, messages: Sequence[Message]) -> str:
         """Return the template's text between a model's turn and its next one, with these messages.

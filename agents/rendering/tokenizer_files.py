@@ -34,7 +34,9 @@ def model_folder(name: str) -> str:
     """
     if name != "starter":
         weights = Path(name) / "model"
-        return str(weights) if (weights / "config.json").is_file() else name
+        if (weights / "config.json").is_file():
+            return str(weights)
+        return name
     if STARTER_PATH.is_dir():
         return str(STARTER_PATH)
     raise UserError("--model", "the bundled starter model is missing", "starter", "give a checkpoint folder")
@@ -97,7 +99,10 @@ def stop_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
     found: list[Any] = []
     for config in configs:
         for part in (config, config.get("text_config")):
-            value = part.get("eos_token_id") if isinstance(part, dict) else None
+            if isinstance(part, dict):
+                value = part.get("eos_token_id")
+            else:
+                value = None
             found.extend(value if isinstance(value, list) else [] if value is None else [value])
     for value in found:
         if type(value) is not int:

@@ -34,7 +34,10 @@ def find_spec(manifest: Manifest, env_id: str, registry: tuple[Path, ...]) -> En
         fix = f"give the file that has it with --registry; {did_you_mean(wanted, entries)}"
         raise UserError("--env", "must be in the registry", wanted, fix)
     file = own_registry(manifest)
-    where = shlex.join(flag_words("registry", file)) if file else "the file that has it with --registry"
+    if file:
+        where = shlex.join(flag_words("registry", file))
+    else:
+        where = "the file that has it with --registry"
     source = f"; the run had it in {manifest.registry}" * bool(manifest.registry and not file)
     fix = f"give {where} (no code is taken from a recording{source}), or another --env"
     raise UserError("environment", "must be in the registry", wanted, fix)
@@ -72,5 +75,10 @@ def model_notes(manifest: Manifest, renderer: Renderer) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    if isinstance(value, str):
+        text = value
+    else:
+        text = json.dumps(value)
+    if len(text) <= 80:
+        return text
+    return f"{text[:80]}…"

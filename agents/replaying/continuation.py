@@ -123,8 +123,13 @@ def run_fork(
         manifest = build_manifest(spec, renderer, model, {PLAY: loop})
         for note in (*record_attempts(record, trajectories, manifest, renderer), f"recorded in {config.record}"):
             terminal.say(note)
-    code = _report_one(fork, trajectories[0], terminal, gallery, config) if len(trajectories) == 1 else None
-    return _tabulate(fork, trajectories, terminal) if code is None else code
+    if len(trajectories) == 1:
+        code = _report_one(fork, trajectories[0], terminal, gallery, config)
+    else:
+        code = None
+    if code is None:
+        return _tabulate(fork, trajectories, terminal)
+    return code
 
 
 def open_fork(
@@ -244,7 +249,10 @@ def _report_one(fork: Fork, played: Trajectory, terminal: Terminal, gallery: Gal
     if config.by == "model":
         show_messages(played.opening, "start", terminal, gallery)
         for number, turn in enumerate(played.turns, 1):
-            note = ", recorded" if number <= fork.turn else ""
+            if number <= fork.turn:
+                note = ", recorded"
+            else:
+                note = ""
             terminal.say(f"--- turn {number}{note}\n{turn.text}")
             if number < len(played.turns):
                 show_answer(turn, number, turn.done, terminal, gallery)
@@ -259,10 +267,15 @@ def _tabulate(fork: Fork, trajectories: Sequence[Trajectory], terminal: Terminal
     for n, t in enumerate(trajectories):
         terminal.say(f"{n:<6}  {t.reward:>7.3g}  {len(t.turns):>5}  {t.num_model_tokens:>7}  {t.end_reason}")
     rewards = [t.reward for t in trajectories if t.end_reason.is_valid]
-    outcome = f"mean reward {sum(rewards) / len(rewards):.3g}, best {max(rewards):.3g}" if rewards else "no reward"
+    if rewards:
+        outcome = f"mean reward {sum(rewards) / len(rewards):.3g}, best {max(rewards):.3g}"
+    else:
+        outcome = "no reward"
     terminal.say(f"--- end: {len(rewards)} of {len(trajectories)} samples count, {outcome}")
     _say_where_it_ended(fork, terminal)
-    return 0 if rewards else 1
+    if rewards:
+        return 0
+    return 1
 
 
 def _say_where_it_ended(fork: Fork, terminal: Terminal) -> None:

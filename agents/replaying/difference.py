@@ -64,7 +64,13 @@ class Difference:
     @property
     def where(self) -> str:
         """The turn and the place in it, for a report."""
-        turn = "" if self.turn is None else f"turn {self.turn}" if self.turn else "start"
+        if self.turn is None:
+            turn = ""
+        else:
+            if self.turn:
+                turn = f"turn {self.turn}"
+            else:
+                turn = "start"
         return " ".join(filter(None, (turn, self.place)))
 
 
@@ -137,11 +143,15 @@ def _stops_short(old: EpisodeResult, new: EpisodeResult) -> bool:
 
 
 def _end(result: EpisodeResult) -> str | None:
-    return f"{result.end}: {_error(result)}" if result.error else result.end
+    if result.error:
+        return f"{result.end}: {_error(result)}"
+    return result.end
 
 
 def _error(result: EpisodeResult) -> str:
-    return _ADDRESS.sub("0x", last_line(result.error)) if result.error else ""
+    if result.error:
+        return _ADDRESS.sub("0x", last_line(result.error))
+    return ""
 
 
 def _messages(

@@ -101,7 +101,10 @@ def recorded_result(episode: EpisodeRecord, num_turns: int | None = None, has_st
     is_cut = not is_whole or reason is EndReason.ABORTED or is_broken_answer(episode)
     is_unscored = reason is EndReason.REWARD_ERROR  # by a function of the run, which no replay calls
     is_of_stream = reason is EndReason.INVALID_STREAM or is_render_fault(episode)
-    end = None if is_cut or is_unscored or (is_of_stream and not has_stream) else reason.value
+    if is_cut or is_unscored or (is_of_stream and not has_stream):
+        end = None
+    else:
+        end = reason.value
     may_be_unanswered = is_broken_answer(episode) or is_faulty(episode) or reason is EndReason.ABORTED
     if is_whole and may_be_unanswered and turns and not _is_answered(episode.turns[-1]):
         turns[-1] = None

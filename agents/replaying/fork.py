@@ -151,12 +151,18 @@ def checked_turn(episode: EpisodeRecord, config: ForkConfig) -> int:
         fix = f"{episode.id} has {counted(num_turns, 'turn')}; 0 plays it from its start"
         raise UserError("--fork", f"must be at most {num_turns}", turn, fix)
     if turn and (last := episode.turns[turn - 1]).finish != "stop":
-        why = "its tokens ran out" if last.finish == "length" else "the engine stopped"
+        if last.finish == "length":
+            why = "its tokens ran out"
+        else:
+            why = "the engine stopped"
         raise UserError("--fork", f"must be at most {turn - 1}", turn, f"turn {turn} was never finished: {why}")
     if config.samples > 1 and config.by != "model":
         raise UserError("--samples", "must be 1 unless a model continues", config.samples, "add --by model")
     if (config.script is None) == (config.by == "script"):
-        got = "none" if config.script is None else config.script
+        if config.script is None:
+            got = "none"
+        else:
+            got = config.script
         raise UserError("--script", "must be given with --by script, and only then", got, "give both, or neither")
     return turn
 

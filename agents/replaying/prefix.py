@@ -45,7 +45,10 @@ class PrefixCheck:
             return f"turn {turn} ended the episode in the recording, and does not now"
         now = request.ids[self._num_read :]
         recorded, digests = self._recorded(turn)
-        what = f"the environment answers turn {turn} differently" if turn else "the prompt differs"
+        if turn:
+            what = f"the environment answers turn {turn} differently"
+        else:
+            what = "the prompt differs"
         if now != recorded:
             texts = [self._renderer.shown(ids) for ids in (recorded, now)]
             if texts[0] == texts[1]:
@@ -56,7 +59,9 @@ class PrefixCheck:
         new = [image.digest for image in request.images[self._num_images :]]
         pairs = enumerate(zip(new, digests[-len(new) :], strict=False), self._num_images + 1)
         place = next((place for place, (one, other) in pairs if one != other), None)
-        return None if place is None else f"{what}: image {place} of the stream has other pixels"
+        if place is None:
+            return None
+        return f"{what}: image {place} of the stream has other pixels"
 
     def _recorded(self, turn: int) -> tuple[tuple[int, ...], list[str]]:
         """Return the recorded tokens between the previous turn and this one, and the hashes of all images so far."""

@@ -74,7 +74,9 @@ class RecordedEngine:
     @property
     def weight_version(self) -> int:
         """The weight version of the engine `after`; 0 without one."""
-        return self._after.weight_version if self._after else 0
+        if self._after:
+            return self._after.weight_version
+        return 0
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[_Session]:
@@ -83,7 +85,10 @@ class RecordedEngine:
         self._num_opened += 1
         assert number < len(self.plays), f"session {number} is opened, {len(self.plays)} are recorded"
         async with AsyncExitStack() as stack:
-            after = await stack.enter_async_context(self._after.session()) if self._after else None
+            if self._after:
+                after = await stack.enter_async_context(self._after.session())
+            else:
+                after = None
             yield _Session(self.plays[number], after, functools.partial(self._on_request, number))
 
     async def start(self) -> None:

@@ -158,7 +158,9 @@ class EnvReplayer:
         # The next message did not fit into the token limits, which are not counted here.
         is_full = episode.end_reason in (EndReason.TOKEN_BUDGET, EndReason.CONTEXT_FULL)
         last = episode.turns[-1] if episode.turns else None
-        return episode.end_reason.value if is_full and not (last and last.done) else CONTINUES
+        if is_full and not (last and last.done):
+            return episode.end_reason.value
+        return CONTINUES
 
 
 def _fault_end(fault: EnvFault) -> str:

@@ -62,9 +62,18 @@ def print_report(header: ReportHeader, summary: ReplaySummary, num_shown: int, c
 
 def totals(header: ReportHeader, summary: ReplaySummary) -> str:
     """Return the last line: `calculator: 448 episodes, 448 replayed, 0 differ (612 episodes/s)`."""
-    what = f"up to turn {header.num_turns}, " if header.num_turns else ""
-    stream = "token streams compared, " if header.model else ""
-    rate = summary.num_replayed / header.seconds if header.seconds else 0.0
+    if header.num_turns:
+        what = f"up to turn {header.num_turns}, "
+    else:
+        what = ""
+    if header.model:
+        stream = "token streams compared, "
+    else:
+        stream = ""
+    if header.seconds:
+        rate = summary.num_replayed / header.seconds
+    else:
+        rate = 0.0
     return (
         f"{header.env}: {counted(summary.num_episodes, 'episode')}, {summary.num_replayed} replayed, {what}{stream}"
         f"{len(summary.differing)} differ ({rate:.4g} episodes/s)"
@@ -165,7 +174,9 @@ def values(difference: Difference) -> tuple[str, str]:
 
 
 def _token(each: Any) -> str:
-    return f"{each[0]} {json.dumps(each[1], ensure_ascii=False)}" if isinstance(each, list) else str(each)
+    if isinstance(each, list):
+        return f"{each[0]} {json.dumps(each[1], ensure_ascii=False)}"
+    return str(each)
 
 
 def _episode_line(found: EpisodeDifferences) -> str:
@@ -173,7 +184,10 @@ def _episode_line(found: EpisodeDifferences) -> str:
     for each in found.differences:
         turns.setdefault(each.kind, []).extend([str(each.turn)] if each.turn else [])
     what = ", ".join(f"{kind} (turn {', '.join(numbers)})" if numbers else kind for kind, numbers in turns.items())
-    unsteady = "; another result alone" if found.is_unsteady else ""
+    if found.is_unsteady:
+        unsteady = "; another result alone"
+    else:
+        unsteady = ""
     return f"{found.id} ({found.end_reason.value}, reward {found.reward:g}): {what}{unsteady}"
 
 

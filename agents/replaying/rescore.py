@@ -75,7 +75,10 @@ async def rescore(
             result.lost[replayed.end or "unknown"] += 1
             return
         told = {each.kind for each in differences(episode, replayed)} & {FIRST, OBSERVATION, IMAGE}
-        text = episode.turns[-1].text[-MAX_KEPT:] if episode.turns else ""
+        if episode.turns:
+            text = episode.turns[-1].text[-MAX_KEPT:]
+        else:
+            text = ""
         label = episode.label and episode.label[:MAX_KEPT]
         reward = episode.env_reward
         result.episodes.append(Rescored(place, episode.id, reward, replayed.reward, text, label, bool(told)))

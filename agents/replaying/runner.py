@@ -275,7 +275,13 @@ class _Candidates:
     def add(self, place: int, episode: EpisodeRecord, differing: tuple[Difference, ...]) -> None:
         """Add an episode while there is room; a recorded fault is left out, because it may take long."""
         late = any(map(_timed_out, differing))
-        group = self.timed_out if late else self._differing if differing else self._same
+        if late:
+            group = self.timed_out
+        else:
+            if differing:
+                group = self._differing
+            else:
+                group = self._same
         has_room = len(group) < MAX_ALONE and self._memory + episode.memory <= MAX_MEMORY
         if has_room and not is_faulty(episode):
             self._memory += episode.memory

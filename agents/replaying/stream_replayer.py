@@ -63,7 +63,10 @@ class StreamReplayer:
         if is_broken_answer(episode) and len(answers) == len(episode.turns):
             answers = answers[:-1]
         # The recorded stream is the reference. Only an episode that the template check ended is checked again.
-        every = 1 if episode.end_reason is EndReason.INVALID_STREAM else 0
+        if episode.end_reason is EndReason.INVALID_STREAM:
+            every = 1
+        else:
+            every = 0
         loop = Episode(
             RecordedEngine([answers], way.context_length),
             self.renderer,

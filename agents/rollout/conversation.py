@@ -250,7 +250,10 @@ def _check_results(messages: tuple[Message, ...], where: str, tool_format: ToolF
             waiting -= 1
             call_id = message.get("tool_call_id")
             if waiting < 0 or (known and call_id is not None and call_id not in known):
-                got = f"an answer to {call_id}" if call_id else "one answer more than calls"
+                if call_id:
+                    got = f"an answer to {call_id}"
+                else:
+                    got = "one answer more than calls"
                 fix = "add the call to the turn before, or drop the message"
                 raise UserError(f"{where} messages[{place}]", "must answer a tool call", got, fix)
         else:

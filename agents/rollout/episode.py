@@ -185,7 +185,10 @@ class Episode:
             end_reason = EndReason.TOOL_FAULT
             error = str(fault)
         except EnvFault as fault:
-            end_reason = EndReason.ENV_TIMEOUT if fault.timed_out else EndReason.ENV_ERROR
+            if fault.timed_out:
+                end_reason = EndReason.ENV_TIMEOUT
+            else:
+                end_reason = EndReason.ENV_ERROR
             error = str(fault)
         except _BrokenStream as broken:
             end_reason = EndReason.INVALID_STREAM
@@ -268,7 +271,10 @@ class Episode:
         state.messages.append({"role": "assistant", "content": text})
         env_s = env.seconds
         result = _NO_STEP
-        fault = None if rule is None else _BrokenStream(rule)
+        if rule is None:
+            fault = None
+        else:
+            fault = _BrokenStream(rule)
         if fault is None and completion.finish == "stop":
             try:
                 result = await env.step(text)
@@ -307,7 +313,9 @@ class Episode:
         length = len(stream.ids)
         budget = self.limits.max_new_tokens - (length - stream.prompt_length)
         room = self.engine.context_length - length
-        return (budget, EndReason.TOKEN_BUDGET) if budget <= room else (room, EndReason.CONTEXT_FULL)
+        if budget <= room:
+            return (budget, EndReason.TOKEN_BUDGET)
+        return (room, EndReason.CONTEXT_FULL)
 
     def _observe(self, state: _EpisodeState, observed: Sequence[Message], room: int) -> bool:
         """Append the observation as the template writes it after a model turn; return False where it does not fit.

@@ -163,7 +163,10 @@ class RunningGroup:
         metadata = plain_dict(problem.sample.metadata, lambda value: value)
         played, discarded = _with_metadata(saved.played, saved.discarded, metadata)
         group = cls(saved.number, problem, saved.attempt, played, discarded)
-        group.result = group.so_far() if saved.is_complete else None
+        if saved.is_complete:
+            group.result = group.so_far()
+        else:
+            group.result = None
         return group
 
     def save(self) -> GroupInFlight:

@@ -298,7 +298,13 @@ def _different_piece(ids: Sequence[int], vocabulary: Vocabulary, pieces: Sequenc
         number += is_turn
         for place, given in enumerate(piece.ids, start):
             if place == len(ids) or ids[place] != given:
-                where = f"turn {number}" if is_turn else f"after turn {number}" if number else "prompt"
+                if is_turn:
+                    where = f"turn {number}"
+                else:
+                    if number:
+                        where = f"after turn {number}"
+                    else:
+                        where = "prompt"
                 kept = vocabulary.show(ids[place:end])
                 given = vocabulary.show(piece.ids[place - start :])
                 return f"{where}: the stream has {kept} at {place}, given were {given}"

@@ -240,7 +240,10 @@ class RolloutManager:
             begun = self._running.pop(task)
             group = self._groups[begun.number]
             copy = begun.copy
-            error = None if task.cancelled() else task.exception()
+            if task.cancelled():
+                error = None
+            else:
+                error = task.exception()
             has_failed = task.cancelled() or error
             group.played[copy] = group.empty_trajectory(copy, error) if has_failed else task.result()
             self._on_episode(group.played[copy])
@@ -310,7 +313,10 @@ class RolloutManager:
         )
         chosen = self._remove(counting[:num_groups])
         filtered = self._remove(sorted(set(complete) - set(counting)))
-        surplus = {} if self.options.max_staleness else self._remove(counting[num_groups:])
+        if self.options.max_staleness:
+            surplus = {}
+        else:
+            surplus = self._remove(counting[num_groups:])
         shortfall = ""
         if len(chosen) < num_groups:
             unfinished = f", {len(aborted) + len(self._groups)} unfinished when {self._spent_limit} were spent"

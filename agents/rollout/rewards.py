@@ -51,11 +51,15 @@ class WeightedReward:
 
         # The value is checked where it is made, within the time limit: the methods of a stranger's number may hang.
         def checked(value: object) -> float | None:
-            return None if value is None else checked_number(value, f"{who} must return")
+            if value is None:
+                return None
+            return checked_number(value, f"{who} must return")
 
         def called() -> float | Awaitable[float | None] | None:
             value = function(trajectory)
-            return value if inspect.isawaitable(value) else checked(value)
+            if inspect.isawaitable(value):
+                return value
+            return checked(value)
 
         async def awaited(value: Awaitable[float | None]) -> float | None:
             return checked(await value)
@@ -132,7 +136,9 @@ def _summary(term: WeightedReward, fault: EnvFault) -> str:
     """Return what failed in one line: "the reward function f failed: KeyError: 'x' (my.py:12)"."""
     who = f"the reward function {term.name}"
     line = located_line(str(fault), default=place_of(term.function))
-    return line if line.startswith(who) else f"{who} failed: {line}"
+    if line.startswith(who):
+        return line
+    return f"{who} failed: {line}"
 
 
 def _sum(parts: Sequence[float]) -> float:

@@ -47,7 +47,9 @@ class Stream:
     @property
     def prompt_length(self) -> int:
         """Tokens of the prompt; 0 before it is read."""
-        return len(self.pieces[0].ids) if self.pieces else 0
+        if self.pieces:
+            return len(self.pieces[0].ids)
+        return 0
 
     def read(self, rendered: Rendered) -> None:
         """Append tokens that the model did not write."""

@@ -134,13 +134,19 @@ def _is_canonical(ids: list[int], text: str, before: str, renderer: Renderer) ->
     """Return whether a turn's text, tokenised where it stands, gives its ids."""
     encode, (start, _, rest) = renderer.encoder.encode, renderer.encoder.cut(before)
     before = rest or start
-    written = ids if ids and ids[-1] == renderer.closer_id else [*ids, renderer.closer_id]
+    if ids and ids[-1] == renderer.closer_id:
+        written = ids
+    else:
+        written = [*ids, renderer.closer_id]
     return encode(before + text + renderer.closer) == encode(before) + written
 
 
 def _expanded(renderer: Renderer, ids: list[int], images: list[ProcessedImage]) -> list[int]:
     """Expand the placeholders and take their images off the list; where too few images are left, change nothing."""
-    num_images = ids.count(renderer.image_token_id) if renderer.image_token_id is not None else 0
+    if renderer.image_token_id is not None:
+        num_images = ids.count(renderer.image_token_id)
+    else:
+        num_images = 0
     if not 0 < num_images <= len(images):
         return ids
     shown, images[:num_images] = images[:num_images], []

@@ -68,7 +68,10 @@ def figures(episode: EpisodeRecord, outcome: OutcomeRecord | None, score: ScoreR
     values = ", ".join(f"{one_line(name, 40)} {value:g}" for name, value in episode.rewards.items())
     parts = [f"step {episode.step}", f"reward {episode.reward:g}{f' ({values})' if values else ''}"]
     if outcome:
-        advantage = "no advantage" if outcome.advantage is None else f"advantage {outcome.advantage:.3g}"
+        if outcome.advantage is None:
+            advantage = "no advantage"
+        else:
+            advantage = f"advantage {outcome.advantage:.3g}"
         parts.append(f"{advantage} ({one_line(outcome.fate, 20)})")
     parts.append(counted(len(episode.turns), "turn"))
     parts.append(f"{len(episode.logprobs)} of {len(episode.ids)} tokens")

@@ -121,7 +121,9 @@ def question_of(opening: Sequence[Mapping[str, Any]]) -> str:
 
 def finite(value: float | None) -> float | None:
     """Return the number; None for NaN and infinity, which JSON does not have."""
-    return value if value is not None and np.isfinite(value) else None
+    if value is not None and np.isfinite(value):
+        return value
+    return None
 
 
 def _values(logprobs: Sequence[float | None] | NDArray[np.float64]) -> NDArray[np.float64]:
@@ -130,8 +132,12 @@ def _values(logprobs: Sequence[float | None] | NDArray[np.float64]) -> NDArray[n
 
 def _mean(values: NDArray[np.float64]) -> float | None:
     values = values[~np.isnan(values)]
-    return finite(float(values.mean())) if len(values) else None
+    if len(values):
+        return finite(float(values.mean()))
+    return None
 
 
 def _max(values: NDArray[np.float64]) -> float | None:
-    return finite(float(values.max())) if len(values) else None
+    if len(values):
+        return finite(float(values.max()))
+    return None

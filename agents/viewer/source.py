@@ -109,7 +109,9 @@ class Source:
     def folder(self) -> Path:
         """The run folder, or the folder of a recording without a run."""
         is_inner = self.recording is not None and self.recording.folder.name == "episodes"
-        return self.recording.folder.parent if self.recording and is_inner else self.path
+        if self.recording and is_inner:
+            return self.recording.folder.parent
+        return self.path
 
     @property
     def is_live(self) -> bool:
@@ -159,7 +161,9 @@ class Source:
         return self.recording
 
     def _file(self, name: str) -> Path:
-        return self.folder / name if name == METRICS else self._opened().folder / name
+        if name == METRICS:
+            return self.folder / name
+        return self._opened().folder / name
 
     def _advance(self, name: str, offset: int) -> None:
         if offset != self._positions[name].offset:
@@ -307,13 +311,17 @@ class Source:
         """Return an episode's outcome; None until it is recorded."""
         with self._lock:
             offset = self._outcomes.get(index)
-            return None if offset is None else next(self._opened().outcomes_from(offset))[1]
+            if offset is None:
+                return None
+            return next(self._opened().outcomes_from(offset))[1]
 
     def score(self, index: int) -> ScoreRecord | None:
         """Return the trainer's log-probs of an episode; None until they are recorded."""
         with self._lock:
             offset = self._scores.get(index)
-            return None if offset is None else next(self._opened().scores_from(offset))[1]
+            if offset is None:
+                return None
+            return next(self._opened().scores_from(offset))[1]
 
     def episode(self, index: int) -> JSON:
         """Return an episode with its outcome, its score and its index. Raises LookupError like `line`.
@@ -338,4 +346,6 @@ class Source:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    if path.exists():
+        return path.stat().st_size
+    return 0

@@ -18,7 +18,9 @@ def read_object(line: bytes) -> JSON | None:
     """Return a JSON object with NaN and infinity replaced by None; None if the line is not a JSON object."""
     try:
         found = json.loads(line)
-        return finite(found) if isinstance(found, dict) else None
+        if isinstance(found, dict):
+            return finite(found)
+        return None
     except (ValueError, RecursionError):  # half-written, damaged, or nested too deeply to be shown
         return None
 
@@ -29,4 +31,6 @@ def finite(value: Any) -> Any:
         return {name: finite(part) for name, part in value.items()}
     if isinstance(value, list):
         return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -56,7 +56,9 @@ def _figures(source: Source, indices: Sequence[int]) -> list[str]:
 
     def mean(name: str, form: str) -> str:
         found = numbers(name)
-        return format(sum(found) / len(found), form) if found else ""
+        if found:
+            return format(sum(found) / len(found), form)
+        return ""
 
     num_calls = sum(numbers("num_tool_calls"))
     num_failed = sum(numbers("num_tool_errors"))

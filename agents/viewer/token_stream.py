@@ -54,11 +54,16 @@ def stream_text(
             text.append(label, READ)
             continue
         value = values_T[place]
-        level = None if value is None else level_of(value, by)
+        if value is None:
+            level = None
+        else:
+            level = level_of(value, by)
         text.append(label, WRITTEN if by == "mask" else UNKNOWN if level is None else STYLES[level])
         if not has_colours and value is not None and level is not None and level >= MIN_NOTED:
             text.append(f"{{{value:.2g}}}")
-    return text.append("⟧") if written and not has_colours else text
+    if written and not has_colours:
+        return text.append("⟧")
+    return text
 
 
 def level_of(value: float, by: Colouring) -> int:
@@ -75,7 +80,10 @@ def legend(by: Colouring, has_colours: bool) -> Text:
     """Return the legend of the colours, or of the marks if there are no colours."""
     bounds = PROBABILITIES if by == "probability" else GAPS
     if not has_colours:
-        loud = f"below {bounds[MIN_NOTED - 1]:g}" if by == "probability" else f"from {bounds[MIN_NOTED - 1]:g} on"
+        if by == "probability":
+            loud = f"below {bounds[MIN_NOTED - 1]:g}"
+        else:
+            loud = f"from {bounds[MIN_NOTED - 1]:g} on"
         note = "" if by == "mask" else f", {{{by} {loud}}}"
         return Text(f"⟦written by the model⟧, read{note}")
     if by == "mask":
@@ -84,7 +92,10 @@ def legend(by: Colouring, has_colours: bool) -> Text:
     last = f"{'<' if by == 'probability' else '>='} {bounds[-1]:g}"
     names = [f"{sign} {bound:g}" for bound in bounds] + [last]
     levels = [part for name, style in zip(names, STYLES, strict=True) for part in ((name, style), "  ")]
-    title = "probability " if by == "probability" else "|train - rollout| "
+    if by == "probability":
+        title = "probability "
+    else:
+        title = "|train - rollout| "
     return Text.assemble(title, *levels, ("unknown", UNKNOWN), "  ", ("read", READ))
 
 

@@ -34,7 +34,10 @@ def answer_scripts(
     `labels` are those of the samples; one with another meaning becomes a wrong answer. With `keeps_thoughts` the
     environment gets what the model thinks, too.
     """
-    label = survey.sample.label if args.grader != "none" else None
+    if args.grader != "none":
+        label = survey.sample.label
+    else:
+        label = None
     scripts = [Script("plain", "a plain answer", ("The answer is 7.",))]
     tools = usable(survey.tools)[:MAX_TOOLS]
     for name, arguments in ((tool["function"]["name"], example_arguments(tool)) for tool in tools):
@@ -58,7 +61,10 @@ def answer_scripts(
     if len(others) > 1:
         wrong["several answers"] = f"{others[0]} or {label} or {others[1]}"
     scripts += [Script("wrong", name, (text,)) for name, text in wrong.items()]
-    revealing = list(_revealing(survey, tools, args)) if label is not None else []
+    if label is not None:
+        revealing = list(_revealing(survey, tools, args))
+    else:
+        revealing = []
     return scripts + [script for script in revealing if len(script.texts) <= args.max_turns]
 
 
@@ -77,12 +83,17 @@ def as_written(label: str) -> str:
         return label
     if not math.isfinite(value) or "." not in label or sum(map(str.isdecimal, label)) < MIN_ROUNDED_DIGITS:
         return label
-    short = f"{value:.7g}" if is_single else f"{value:.15g}"
+    if is_single:
+        short = f"{value:.7g}"
+    else:
+        short = f"{value:.15g}"
     if len(short) <= len(label) - 4 and not (is_single and _single(float(short)) != value):
         return short
     near = Fraction(value).limit_denominator(100)
     exact = Fraction(value)
-    return str(near) if abs(near - exact) <= abs(exact) / 2 ** (24 if is_single else 52) else label
+    if abs(near - exact) <= abs(exact) / 2 ** (24 if is_single else 52):
+        return str(near)
+    return label
 
 
 def _single(value: float) -> float:
@@ -108,7 +119,9 @@ def _near(label: str | None) -> str:
     try:
         return str(Fraction(label or "") + 1)
     except (ValueError, ZeroDivisionError):
-        return "right" if label == "wrong" else "wrong"
+        if label == "wrong":
+            return "right"
+        return "wrong"
 
 
 def _differ(one: str, other: str) -> bool:
@@ -139,7 +152,10 @@ def check_gold(evidence: Evidence) -> Verdict:
             problems.append(f"{where(episodes[0])}: takes {turns} turns, max_turns is {evidence.args.max_turns}")
         elif scores and not any(map(evidence.is_success, episodes)):
             sample, answer = episodes[0].sample, as_written(episodes[0].sample.label or "")
-            form = f", as a person writes it {answer!r}" if answer != (sample.label or "") else ""
+            if answer != (sample.label or ""):
+                form = f", as a person writes it {answer!r}"
+            else:
+                form = ""
             rule = f"{', '.join(scores)}; {_needed(evidence, episodes)}"
             problems.append(f"sample {sample.id} (label {sample.label!r:.40}{form}): {rule}")
     if problems:
@@ -162,7 +178,10 @@ def _needed(evidence: Evidence, episodes: Sequence[PlayedEpisode]) -> str:
         return f"success is {spec.success_rule}"
     rewards = [each.reward for each in episodes if each.reward is not None]
     is_partial = max(rewards) > spec.reward_min_val
-    other = f"; if that is a success, write success: {max(rewards):g} in the entry" if is_partial else ""
+    if is_partial:
+        other = f"; if that is a success, write success: {max(rewards):g} in the entry"
+    else:
+        other = ""
     return f"best is {spec.reward_max_val:g}{other}"
 
 

@@ -79,7 +79,9 @@ def _unwritable(evidence: Evidence) -> list[str]:
 def _worth(evidence: Evidence, faults: Sequence[tuple[PlayedEpisode, str, str]]) -> str:
     """Name the setting that says what becomes of an episode whose step fails, if a step failed."""
     is_of_step = any(call.startswith("step") for _, call, _ in faults)
-    return f"; in training: on_tool_fault: {evidence.spec.on_tool_fault}" if is_of_step else ""
+    if is_of_step:
+        return f"; in training: on_tool_fault: {evidence.spec.on_tool_fault}"
+    return ""
 
 
 def check_deterministic(evidence: Evidence) -> Verdict:
@@ -111,7 +113,9 @@ def _difference(first: PlayedEpisode, again: PlayedEpisode) -> str | None:
             return f"step {number} ends the task in only one of two episodes"
         if digest(one.messages) != digest(other.messages):
             return f"the answer of step {number} differs: {unlike(one.messages, other.messages)}"
-    return None if first.reward == again.reward else f"the rewards are {first.reward:g} and {again.reward:g}"
+    if first.reward == again.reward:
+        return None
+    return f"the rewards are {first.reward:g} and {again.reward:g}"
 
 
 def check_calls(evidence: Evidence) -> Verdict:
@@ -121,7 +125,10 @@ def check_calls(evidence: Evidence) -> Verdict:
     episodes = evidence.of("hostile", "revealed")
     problems = []
     faults: list[tuple[PlayedEpisode, str, str]] = []
-    note = f"played in this program, which a text could stop ({evidence.note}). " if evidence.note else ""
+    if evidence.note:
+        note = f"played in this program, which a text could stop ({evidence.note}). "
+    else:
+        note = ""
     outcomes: dict[str, list[str]] = defaultdict(list)
     for episode in episodes:
         if episode.fault:
@@ -156,7 +163,9 @@ def _outcome(step: StepResult) -> str:
         return " + ".join(dict.fromkeys(str(record.get("outcome")) for record in records))
     if step.done:
         return "ends the episode"
-    return "answered" if any(text.strip() for text in said(step)) else "silence"
+    if any(text.strip() for text in said(step)):
+        return "answered"
+    return "silence"
 
 
 def check_timing(evidence: Evidence) -> Verdict:
@@ -172,7 +181,10 @@ def check_timing(evidence: Evidence) -> Verdict:
         share = f"{100 * max(times) / limit_s:.2g} % of the limit of {limit_s:g} s"
         return f"{what} {duration(statistics.median(times))}, at most {duration(max(times))} ({share})"
 
-    stopped = f"stopped after {evidence.stopped_after_s:g} s (--max-seconds); " if evidence.stopped_after_s else ""
+    if evidence.stopped_after_s:
+        stopped = f"stopped after {evidence.stopped_after_s:g} s (--max-seconds); "
+    else:
+        stopped = ""
     detail = f"{stopped}{figures('reset', resets, spec.reset_timeout_s)}; {figures('step', steps, spec.step_timeout_s)}"
     is_in_time = max(resets) <= spec.reset_timeout_s and max(steps) <= spec.step_timeout_s
     if not is_in_time:

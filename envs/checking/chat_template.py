@@ -87,7 +87,10 @@ class ChatTemplate:
             jinja2.TemplateError: the template refuses the messages.
             TimeoutError: it does not end.
         """
-        template = self._with_tools if tools else self._plain
+        if tools:
+            template = self._with_tools
+        else:
+            template = self._plain
         with bounded(f"the chat template {self.name}", RENDER_S):
             return template.render(messages=list(messages), tools=list(tools) or None, add_generation_prompt=True)
 

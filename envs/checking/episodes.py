@@ -60,7 +60,9 @@ class Fault:
     def too_large(self) -> str | None:
         """The size of an image that was refused because it has too many pixels: "5000x4000"."""
         found = _TOO_LARGE.search(self.text)
-        return found[1] if found else None
+        if found:
+            return found[1]
+        return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,9 @@ def located_line(fault: str | None, default: str = "") -> str:
     """
     line = last_line(fault)
     place = author_location(frames_in(fault or "")) or default
-    return line if not place or f"({place})" in line else f"{line} ({place})"
+    if not place or f"({place})" in line:
+        return line
+    return f"{line} ({place})"
 
 
 def frames_in(text: str) -> list[tuple[str, int]]:

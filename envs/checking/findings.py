@@ -97,13 +97,18 @@ def _grouped(episodes: Sequence[PlayedEpisode], call: str, what: str) -> str:
 def listed(items: Iterable[str]) -> str:
     """List the first three distinct items and count the rest."""
     distinct = list(dict.fromkeys(items))
-    more = f"; and {len(distinct) - MAX_SHOWN} more" if len(distinct) > MAX_SHOWN else ""
+    if len(distinct) > MAX_SHOWN:
+        more = f"; and {len(distinct) - MAX_SHOWN} more"
+    else:
+        more = ""
     return "; ".join(distinct[:MAX_SHOWN]) + more
 
 
 def span(counts: Sequence[int]) -> str:
     """Write "3", or "1 to 3"."""
-    return str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+    if len(set(counts)) == 1:
+        return str(counts[0])
+    return f"{min(counts)} to {max(counts)}"
 
 
 def quoted(text: str) -> str:
@@ -161,6 +166,9 @@ def digest(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
     for message in messages:
         for part in content_parts(message):
             image = part.get("image")
-            shown = image_digest(image) if isinstance(image, Image.Image) else repr(image)
+            if isinstance(image, Image.Image):
+                shown = image_digest(image)
+            else:
+                shown = repr(image)
             found.append((message.get("role"), part.get("text"), shown))
     return found

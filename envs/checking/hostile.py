@@ -42,7 +42,9 @@ def example_value(schema: Mapping[str, Any], text: str = "...", share: float = 0
     if kind in ("integer", "number"):
         low = schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1)
         value = low + (schema.get("maximum", low) - low) * share
-        return int(value) if kind == "integer" else value
+        if kind == "integer":
+            return int(value)
+        return value
     if kind == "array":
         items = [*schema.get("prefixItems", ())] or [schema.get("items", {})] * schema.get("minItems", 1)
         return [example_value(item, text, (place + 1) / (len(items) + 1)) for place, item in enumerate(items)]
@@ -62,7 +64,10 @@ def example_arguments(tool: Mapping[str, Any], text: str = "...") -> dict[str, A
 
 def hostile_scripts(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> list[Script]:
     """Return one-turn scripts with texts that break weak call parsers and weak tools."""
-    tool = tools[0] if tools else {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
+    if tools:
+        tool = tools[0]
+    else:
+        tool = {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}
     name = str(tool["function"]["name"])
     arguments = example_arguments(tool)
     good = write_call(name, arguments, tool_format)

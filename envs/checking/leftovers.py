@@ -110,7 +110,9 @@ def _settings() -> Iterator[tuple[str, str]]:
 
 def _handler(number: int) -> str:
     handler = signal.getsignal(number)
-    return str(handler) if isinstance(handler, int) else str(id(handler))
+    if isinstance(handler, int):
+        return str(handler)
+    return str(id(handler))
 
 
 class Generators:

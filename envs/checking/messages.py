@@ -247,5 +247,8 @@ def check_images(evidence: Evidence) -> Verdict:
     if not sizes:
         return skipped("there are no images" if evidence.is_stepped else NOT_REACHED)
     smallest, largest = (f"{width}x{height}" for width, height in (sizes[0], sizes[-1]))
-    spread = smallest if len(sizes) == 1 else f"{smallest} to {largest}"
+    if len(sizes) == 1:
+        spread = smallest
+    else:
+        spread = f"{smallest} to {largest}"
     return ok(f"{len(raw_images)} images of {spread}, at most {most_pixels:,} pixels in an episode")

@@ -81,7 +81,10 @@ class LocalPlayer:
         self._num_played += 1
         self._generators.seed(self._num_played)
         sample = self._samples[place]
-        limits = replace(self._limits, retries=0) if options and options.fail_in else self._limits
+        if options and options.fail_in:
+            limits = replace(self._limits, retries=0)
+        else:
+            limits = self._limits
         episode = self._loop.run(
             play_episode(
                 lambda: self._build_env(sample, self._args),

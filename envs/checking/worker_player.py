@@ -138,8 +138,14 @@ class WorkerPlayer:
             what = f"the environment ended the process: {error}; with `isolation: process` it ends its own alone"
         text = f"{call.frames}{what}"
         is_closing = call.name == "close"
-        name = f"step {call.num_steps}" if call.name == "step" else call.name
-        fault = None if is_closing else Fault(name, text, has_hung, process_ended=True)
+        if call.name == "step":
+            name = f"step {call.num_steps}"
+        else:
+            name = call.name
+        if is_closing:
+            fault = None
+        else:
+            fault = Fault(name, text, has_hung, process_ended=True)
         return PlayedEpisode(
             sample=_NO_SAMPLE,
             prompt=(),
@@ -161,11 +167,23 @@ class WorkerPlayer:
         """Return what is said of a call that only the end of its process could stop."""
         turn = max(call.num_steps, 1)
         limit_s = call.limit_s
-        given = script.texts[turn - 1] if script.texts and call.name in ("step", "reward") else None
-        found = find_tool_calls(given, self._args.tool_format) if given else []
+        if script.texts and call.name in ("step", "reward"):
+            given = script.texts[turn - 1]
+        else:
+            given = None
+        if given:
+            found = find_tool_calls(given, self._args.tool_format)
+        else:
+            found = []
         tools = dict.fromkeys(call.name for call in found[:3] if isinstance(call, ToolCall))
-        of_tool = f" in {', '.join(tools)}" if tools else ""
-        text = f", given {quoted(given)}" if given is not None else ""
+        if tools:
+            of_tool = f" in {', '.join(tools)}"
+        else:
+            of_tool = ""
+        if given is not None:
+            text = f", given {quoted(given)}"
+        else:
+            text = ""
         if self._spec.isolation == "inline":
             return (
                 f"took longer than {limit_s:g} s{of_tool}{text}; under `isolation: inline` no time limit acts: "

@@ -136,9 +136,15 @@ def parse(
     flags = {flag_of(path[-1], field): path for path, field in fields}
     if unknown:
         flag = unknown[0].split("=")[0]
-        others = ("--config", "--print-config") if layers else ()
+        if layers:
+            others = ("--config", "--print-config")
+        else:
+            others = ()
         others += (layers.foreign.flag,) if layers and layers.foreign else ()
-        fix = layers.translated(model, flag) if layers else ""
+        if layers:
+            fix = layers.translated(model, flag)
+        else:
+            fix = ""
         others += (HELP_ALL,) if first else ()
         fix = fix or _instead(model, flag, (*flags, *others), known)
         raise UserError(flag, "is no flag of this command", unknown[0], fix)
@@ -166,10 +172,15 @@ def _instead(model: type[BaseModel], word: str, flags: Collection[str], given: M
     if (fix := did_you_mean(word, flags)).startswith("did"):
         return fix
     help_flag = HELP_ALL if HELP_ALL in flags else "--help"
-    fix = fix if len(flags) <= MAX_LISTED else f"{help_flag} lists all flags"
+    if len(flags) <= MAX_LISTED:
+        fix = fix
+    else:
+        fix = f"{help_flag} lists all flags"
     if word.startswith("-"):  # argparse may have read the value of an unknown flag as the argument
         value = next((given[name] for name, field in fields if field.is_required()), None)
-        return f"write {value} without {word}" if value is not None else fix
+        if value is not None:
+            return f"write {value} without {word}"
+        return fix
     if "--env" in flags and given["env"] is None:
         return f"write --env {word}"
     return f"write the flag that it belongs to before it; {fix}"
@@ -218,7 +229,10 @@ def _add_section(
 ) -> None:
     """Add the flags of a section as a group under its docstring, then those of the sections in it."""
     has_shown = any(name in shown for name in model.model_fields)
-    group = parser.add_argument_group(".".join(path), summary_of(model) if has_shown else None) if path else parser
+    if path:
+        group = parser.add_argument_group(".".join(path), summary_of(model) if has_shown else None)
+    else:
+        group = parser
     for name, field in model.model_fields.items():
         if section := section_of(field):
             _add_section(parser, section, shown, (*path, name))
@@ -227,7 +241,10 @@ def _add_section(
 
 
 def _add(group: argparse._ActionsContainer, flag: str, field: FieldInfo, is_shown: bool) -> None:
-    text = help_of(field).replace("%", "%%") if is_shown else argparse.SUPPRESS
+    if is_shown:
+        text = help_of(field).replace("%", "%%")
+    else:
+        text = argparse.SUPPRESS
     if field.is_required():
         nargs = "*" if is_tuple(field) else "?"
         group.add_argument(flag.lower(), metavar=flag, nargs=nargs, help=text)
@@ -289,7 +306,13 @@ def _watch_the_end() -> None:
 
 def _say_where_it_stands() -> None:
     ident = threading.main_thread().ident
-    frame = sys._current_frames().get(ident) if ident else None
-    stack = "".join(traceback.format_stack(frame)) if frame else ""
+    if ident:
+        frame = sys._current_frames().get(ident)
+    else:
+        frame = None
+    if frame:
+        stack = "".join(traceback.format_stack(frame))
+    else:
+        stack = ""
     said = f"note: the command is done, and code that runs at exit has kept its process for {END_S:g} s"
     print(f"{said}; Ctrl-C ends it\n{stack}", file=sys.stderr, flush=True)

@@ -16,7 +16,11 @@ def keep(found: Any) -> str:
     second as NAME_2.
     """
     name = getattr(found, "__name__", type(found).__name__)
-    name = name if name.isidentifier() else "function"  # a lambda
+    # a lambda
+    if name.isidentifier():
+        name = name
+    else:
+        name = "function"
     names = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
     free = next(name for name in names if name not in _OWN and _is_free(name, found))
     globals()[free] = found

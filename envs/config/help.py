@@ -39,8 +39,13 @@ def metavar_of(annotation: Any) -> str:
     """
     words = words_of(annotation) + ["MODULE:NAME"] * takes_references(annotation)
     if words:
-        choices = f"{{{','.join(words)}}}" if len(words) > 1 else words[0]
-        return choices if len(choices) <= MAX_CHOICES_CHARS else "NAME"
+        if len(words) > 1:
+            choices = f"{{{','.join(words)}}}"
+        else:
+            choices = words[0]
+        if len(choices) <= MAX_CHOICES_CHARS:
+            return choices
+        return "NAME"
     kinds = [kind for kind in get_args(annotation) if kind not in (NoneType, ...)]
     return {int: "INT", float: "FLOAT", Path: "PATH"}.get(kinds[0] if kinds else annotation, "TEXT")
 
@@ -55,14 +60,19 @@ def help_of(field: FieldInfo) -> str:
     if field.is_required():
         return text
     words = words_of(field.annotation) + ["MODULE:NAME of your own"] * takes_references(field.annotation)
-    notes = [f"one of {', '.join(words)}"] if metavar_of(field.annotation) == "NAME" else []
+    if metavar_of(field.annotation) == "NAME":
+        notes = [f"one of {', '.join(words)}"]
+    else:
+        notes = []
     notes += [", ".join(bounds)] if (bounds := _bounds(field)) else []
     notes += ["repeat for more"] if is_tuple(field) else []
     if default not in ("", (), None):
         notes.append(f"default: {', '.join(map(str, default)) if isinstance(default, tuple) else text_of(default)}")
     elif "empty:" not in text:  # otherwise the description says what empty means
         notes.append("default: empty")
-    return f"{text} ({'; '.join(notes)})" if notes else text
+    if notes:
+        return f"{text} ({'; '.join(notes)})"
+    return text
 
 
 def _bounds(field: FieldInfo) -> list[str]:

@@ -65,12 +65,17 @@ class Plugin:
         place, _, name = text.rpartition(":")
         if not place:
             if text and text not in self.names and text not in self.installed():
-                ours = ", ".join(self.names) + " or " if self.names else ""
+                if self.names:
+                    ours = ", ".join(self.names) + " or "
+                else:
+                    ours = ""
                 raise ValueError(f"must be {ours}{self.word} of an installed package, module:NAME or file.py:NAME")
             return text
         if not name.isidentifier() or not (place.endswith(".py") or _MODULE.fullmatch(place)):
             raise ValueError("must be module:NAME or file.py:NAME")
-        return f"{Path(place).absolute()}:{name}" if place.endswith(".py") else text
+        if place.endswith(".py"):
+            return f"{Path(place).absolute()}:{name}"
+        return text
 
     def installed(self) -> Mapping[str, str]:
         """Return the references of installed packages by the names of their entry points."""
@@ -112,7 +117,10 @@ class Plugin:
         except (TypeError, ValueError) as error:
             rule = f"'{reference}' must return what {self.word} does ({error})"
             place = place_of(self.find(field, reference))
-            got = f"{quoted(result, str)} ({place})" if place else result
+            if place:
+                got = f"{quoted(result, str)} ({place})"
+            else:
+                got = result
             raise UserError(field, rule, got, "see docs/plugins.md") from error
 
 
@@ -131,17 +139,24 @@ class WeightedPlugin(Plugin):
             if not is_finite:
                 raise ValueError(f"must have a number as its weight after @, which '{weight}' is not")
         reference = super().check_reference(reference)
-        return f"{reference}{at}{weight}" if weight else reference
+        if weight:
+            return f"{reference}{at}{weight}"
+        return reference
 
     def load_weighted(self, field: str, text: str) -> tuple[str, float, Any]:
         """Return name, weight and object; the object of one of our own `names` is None. Raises as `load` does."""
         reference, _, weight = self._split(text)
-        found = None if reference in self.names else self.load(field, reference)
+        if reference in self.names:
+            found = None
+        else:
+            found = self.load(field, reference)
         return plugin_name(reference), float(weight or 1), found
 
     @staticmethod
     def _split(text: str) -> tuple[str, str, str]:
-        return text.rpartition("@") if "@" in text else (text, "", "")
+        if "@" in text:
+            return text.rpartition("@")
+        return (text, "", "")
 
 
 def is_reference(value: object) -> bool:
@@ -198,7 +213,10 @@ def import_object(field: str, reference: str) -> object:
     place, _, name = reference.rpartition(":")
     try:
         with _not_by_itself(field, place):
-            module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+            if place.endswith(".py"):
+                module = _import_file(Path(place))
+            else:
+                module = importlib.import_module(place)
     except UserError:
         raise
     except CODE_FAULTS as error:
@@ -254,7 +272,9 @@ def place_of(function: object) -> str:
     found: Any = function.func if isinstance(function, functools.partial) else function
     found = inspect.unwrap(found)
     code = getattr(found if hasattr(found, "__code__") else type(found).__call__, "__code__", None)
-    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
+    if code:
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    return ""
 
 
 def import_cause(error: BaseException) -> str:
@@ -265,7 +285,10 @@ def import_cause(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)[1:]
         if "importlib" not in frame.filename and frame.filename != __file__
     ]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    if frames:
+        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+    else:
+        place = ""
     if isinstance(error, FileNotFoundError) and error.filename:  # the module's own file
         return "no such file"
     return f"{type(error).__name__}: {error}{place}"

@@ -67,7 +67,9 @@ def leaves(model: type[BaseModel], path: FieldPath = ()) -> Iterator[tuple[Field
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """Return the model of a field that is a section; None for other fields."""
     annotation = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
 
 
 def is_under(path: FieldPath, places: Iterable[FieldPath]) -> bool:
@@ -109,7 +111,9 @@ def words_of(annotation: Any) -> list[str]:
         return []
     kinds = [part for part in get_args(annotation) if part is not type(None) and not takes_references(part)]
     parts = [words_of(part) for part in kinds]
-    return [word for part in parts for word in part] if all(parts) else []
+    if all(parts):
+        return [word for part in parts for word in part]
+    return []
 
 
 def has_flag(field: FieldInfo) -> bool:
@@ -121,7 +125,9 @@ def flag_of(name: str, field: FieldInfo) -> str:
     """Return the name of a field on the command line, `--max-turns`, or `ENV` for a required `env`; else its own."""
     if not has_flag(field):
         return name
-    return name.upper() if field.is_required() else "--" + name.replace("_", "-")
+    if field.is_required():
+        return name.upper()
+    return "--" + name.replace("_", "-")
 
 
 def values_of(config: BaseModel, path: FieldPath = ()) -> dict[FieldPath, Any]:
@@ -166,7 +172,10 @@ def validate(model: type[M], settings: Settings) -> M:
         if not path:  # a rule over several fields
             raise UserError("settings", rule[:1].lower() + rule[1:], first["input"], "see --help") from None
         flag = flag_of(path[-1], fields[path])
-        got = "nothing" if first["type"] == "missing" or first["input"] in ("", None) else first["input"]
+        if first["type"] == "missing" or first["input"] in ("", None):
+            got = "nothing"
+        else:
+            got = first["input"]
         place = settings.get(path, Setting(None, flag)).place
         fix = f"see --help ({fields[path].description})"
         raise UserError(place, rule[:1].lower() + rule[1:], got, fix) from None
@@ -180,7 +189,9 @@ def with_absolute_paths(config: M) -> M:
             return with_absolute_paths(value)
         if isinstance(value, tuple):
             return tuple(map(absolute, value))
-        return value.absolute() if isinstance(value, Path) else value
+        if isinstance(value, Path):
+            return value.absolute()
+        return value
 
     changes = {name: new for name, value in config if (new := absolute(value)) != value}
     return config.model_copy(update=changes)  # the other fields stay as set or not set as they were
@@ -189,5 +200,9 @@ def with_absolute_paths(config: M) -> M:
 def _emptied(field: FieldInfo, value: Any) -> Any:
     """Return the meaning of an empty value: None if the field allows it, no items for a list, else the empty text."""
     if value in ("", None, [""], []):
-        return None if type(None) in get_args(field.annotation) else () if is_tuple(field) else ""
+        if type(None) in get_args(field.annotation):
+            return None
+        if is_tuple(field):
+            return ()
+        return ""
     return value

@@ -139,7 +139,9 @@ class Sources:
                 return f"{flag} of {' and '.join(users)} is {described}"
         short = name.rpartition(".")[2]
         reason = self.no_counterpart().get(short)
-        return f"{flag} has no counterpart here: {reason}" if reason else ""
+        if reason:
+            return f"{flag} has no counterpart here: {reason}"
+        return ""
 
     def read_base(self, model: type[BaseModel], above: Settings) -> Settings:
         """Return the settings of the run folder to resume or to inherit from, if the layers above name one."""
@@ -151,7 +153,10 @@ class Sources:
             return self._of_run(model, file, setting)
         if (setting := above.get(self.inherit)) and setting.value:
             file = Path(setting.value) / self.inherit_file
-            found = self._of_run(model, file, setting) if file.is_file() else {}
+            if file.is_file():
+                found = self._of_run(model, file, setting)
+            else:
+                found = {}
             taken = {p: value for p, value in found.items() if is_under(p, self.inherited) and p not in above}
             return self._without_code(model, taken)
         return {}

@@ -80,7 +80,10 @@ class ConversationRows:
     def __init__(self, source: RowSource, options: ConversationOptions, limit: int | None = None) -> None:
         self._source = source
         self._options = options
-        self._size = len(source.rows) if limit is None else min(limit, len(source.rows))
+        if limit is None:
+            self._size = len(source.rows)
+        else:
+            self._size = min(limit, len(source.rows))
         prompt = options.system_prompt or options.default_system_prompt or None
         self._access = image_access(source, options.allow_outside_images, options.allow_remote_images)
         self._problems = RowSamples(source, options.keys, prompt, self._access, self._size)

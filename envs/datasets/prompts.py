@@ -54,7 +54,9 @@ def column_fix(flag: str, key: str, columns: Iterable[str]) -> str:
     """
     there = [*columns]
     meant = [name for name in _USUAL_NAMES[flag] if name in there] or difflib.get_close_matches(key, there, n=1)
-    return f"give {shlex.join([flag, meant[0]])}" if meant else f"name the column with {flag}"
+    if meant:
+        return f"give {shlex.join([flag, meant[0]])}"
+    return f"name the column with {flag}"
 
 
 def read_messages(
@@ -95,7 +97,9 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
     if key in row or "." not in key:
         return row.get(key)
     column, _, rest = key.partition(".")
-    return value_at(inner, rest) if isinstance(inner := row.get(column), Mapping) else None
+    if isinstance(inner := row.get(column), Mapping):
+        return value_at(inner, rest)
+    return None
 
 
 def _without_images(prompt: Any) -> tuple[Any, list[Any]]:
@@ -127,11 +131,18 @@ def _image_values(row: Mapping[str, Any], keys: DataKeys, where: str) -> list[An
             fix = f"give {shlex.join(['--image-keys', others[0]])}"
             raise UserError(where, f"must hold its images under the images key '{keys.images}'", ", ".join(row), fix)
     value = row.get(keys.images)
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    if value is None:
+        return []
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [value]
 
 
 def _is_stored_image(value: object) -> bool:
-    values = value if isinstance(value, list) and value else [value]
+    if isinstance(value, list) and value:
+        values = value
+    else:
+        values = [value]
     return all(isinstance(item, dict) and set(item) == {"bytes", "path"} for item in values)
 
 

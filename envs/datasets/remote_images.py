@@ -116,7 +116,9 @@ class RemoteImages:
                 if _digest(file.read_bytes()) != file.name:  # cut off or damaged
                     return None
                 os.utime(file)
-            return file if file.is_file() else None
+            if file.is_file():
+                return file
+            return None
         except OSError:
             return None
 

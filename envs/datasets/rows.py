@@ -64,7 +64,9 @@ class RowSource:
 
     def as_given(self, value: Any) -> Any:
         """Return a nested value of a row without what Arrow adds: each dict of a column gets the keys of all dicts."""
-        return _without_none(value) if isinstance(self.rows, ArrowRows) else value
+        if isinstance(self.rows, ArrowRows):
+            return _without_none(value)
+        return value
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,16 @@ def read_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     Raises:
         UserError: it is anything else.
     """
-    value = _decoded(value, where) if isinstance(value, str) else value
+    if isinstance(value, str):
+        value = _decoded(value, where)
+    else:
+        value = value
     if not value:
         return ()
-    tools = [value] if isinstance(value, dict) and "function" in value else value
+    if isinstance(value, dict) and "function" in value:
+        tools = [value]
+    else:
+        tools = value
     if isinstance(tools, list | tuple):
         tools = [_decoded(tool, where) if isinstance(tool, str) else tool for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -175,13 +183,18 @@ def are_tools(value: Any) -> bool:
     """Return whether a value of a row holds tool schemas, and not other values such as names."""
     if isinstance(value, dict):
         return "function" in value
-    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(value, list) and value:
+        first = value[0]
+    else:
+        first = value
     return isinstance(first, dict) or (isinstance(first, str) and first.lstrip().startswith(("[", "{")))
 
 
 def _decoded(text: str, where: str) -> Any:
     try:
-        return load_json(text) if text.strip() else None
+        if text.strip():
+            return load_json(text)
+        return None
     except (ValueError, RecursionError) as error:
         raise UserError(
             where, "must be a list of tool schemas, or its JSON", json_fault(error), "fix the JSON"
@@ -198,13 +211,17 @@ def json_fault(error: ValueError | RecursionError) -> str:
         return f"{error.msg} at column {error.colno}"
     if isinstance(error, RecursionError):
         return "lists that nest too deeply"
-    return str(error) if isinstance(error, _RepeatedKey) else "a number with too many digits"
+    if isinstance(error, _RepeatedKey):
+        return str(error)
+    return "a number with too many digits"
 
 
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_none(item) for name, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
 
 
 def check_is_a_source(source: str) -> None:
@@ -294,7 +311,10 @@ def _read_files(files: Sequence[Path], name: str) -> Rows:
         return _read_parquet(files, name)
     if suffix not in SUFFIXES:
         raise UserError(files[0].name, f"must end in {', '.join(SUFFIXES)}", suffix, "convert or rename it")
-    read = _read_jsonl if suffix == ".jsonl" else _read_json
+    if suffix == ".jsonl":
+        read = _read_jsonl
+    else:
+        read = _read_json
     return [row for file in files for row in read(file)]
 
 
@@ -339,13 +359,25 @@ def _read_json(file: Path) -> list[Mapping[str, Any]]:
     try:
         data = load_json(_read_text(file))
     except (ValueError, RecursionError) as error:
-        line = f" line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        if isinstance(error, json.JSONDecodeError):
+            line = f" line {error.lineno}"
+        else:
+            line = ""
         is_lines = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
-        fix = "a file with one object a line must end in .jsonl" if is_lines else "fix it"
+        if is_lines:
+            fix = "a file with one object a line must end in .jsonl"
+        else:
+            fix = "fix it"
         raise UserError(f"{file.name}{line}", "must be JSON", json_fault(error), fix) from error
-    rows = data.get("data") if isinstance(data, dict) else data
+    if isinstance(data, dict):
+        rows = data.get("data")
+    else:
+        rows = data
     if not isinstance(rows, list):
-        got = f"an object with the keys {', '.join(data)}" if isinstance(data, dict) else type(data).__name__
+        if isinstance(data, dict):
+            got = f"an object with the keys {', '.join(data)}"
+        else:
+            got = type(data).__name__
         raise UserError(file.name, 'must be a list of rows or {"data": [...]}', got, "put the rows into a list")
     for index, row in enumerate(rows):
         if not isinstance(row, dict):

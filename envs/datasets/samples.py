@@ -168,7 +168,10 @@ def load_samples(
     if limit is not None and limit < 1:
         raise UserError("limit", "must be at least 1", limit, "omit it to take every row")
     rows = open_rows(source, split)
-    size = len(rows.rows) if limit is None else min(limit, len(rows.rows))
+    if limit is None:
+        size = len(rows.rows)
+    else:
+        size = min(limit, len(rows.rows))
     access = image_access(rows, allow_outside_images, allow_remote_images)
     samples = RowSamples(rows, keys, system_prompt, access, size)
     samples.check()
@@ -262,7 +265,9 @@ def unboxed(label: str) -> str:
     ('\\frac{1}{2}', 'Answer: \\boxed{5}')
     """
     inner = extract_boxed(label)
-    return inner if inner and "".join(label.split()) == f"\\boxed{{{''.join(inner.split())}}}" else label
+    if inner and "".join(label.split()) == f"\\boxed{{{''.join(inner.split())}}}":
+        return inner
+    return label
 
 
 def _metadata(row: Mapping[str, Any], keys: DataKeys, source: RowSource, where: str) -> dict[str, Any]:

@@ -103,7 +103,10 @@ class ProcessEnv(Env):
         return self._observed(self._call("step", response_text))
 
     def _observed(self, value: Any) -> Any:
-        self._observation = value[0] if isinstance(value, tuple) and value else None
+        if isinstance(value, tuple) and value:
+            self._observation = value[0]
+        else:
+            self._observation = None
         return value
 
     def format_observation(self, observation: dict[str, Any]) -> Message | Sequence[Message]:
@@ -213,7 +216,10 @@ def _use(name: str, args: Sequence[object]) -> Any:
         if name == "reward":
             return reward_of_text(_env, str(args[0]))
         attribute = getattr(_env, name)
-        value = attribute(*args) if callable(attribute) else attribute
+        if callable(attribute):
+            value = attribute(*args)
+        else:
+            value = attribute
         if name == "format_observation":  # a header of an image may claim more pixels than memory can hold
             return checked_messages(value)
     except EnvFault as fault:  # as a value, because an exception arrives as text only

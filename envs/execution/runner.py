@@ -154,7 +154,10 @@ class EnvRunner:
             names = await self._call(self.limits.step_timeout_s, _called_tools, self._slot, response_text)
         except EnvFault:
             names = None
-        name = names[0] if names and len(set(names)) == 1 else None
+        if names and len(set(names)) == 1:
+            name = names[0]
+        else:
+            name = None
         return {"name": name, "arguments": None, "outcome": TOOL_FAULT, "reason": last_line(str(fault))}
 
     async def reward(self, final_text: str) -> float:
@@ -163,7 +166,9 @@ class EnvRunner:
         return self._earned.total(of_text)
 
     def _said(self, text: str) -> str:
-        return self._thinking.said(text) if self._thinking else text
+        if self._thinking:
+            return self._thinking.said(text)
+        return text
 
     async def close(self) -> str | None:
         """Close the environment, now or as soon as it is built; return the fault of closing, if any."""
@@ -181,16 +186,18 @@ class EnvRunner:
             _close(slot)
             return (), False, ()
         if missing := {name: error for name in _METHODS if (error := _missing(env, name))}:
-            fix = (
-                " (an environment written for slime: add `compat: slime` to its entry)"
-                if "tools" in missing and "step" not in missing and not hasattr(env, "reward")
-                else ""
-            )
+            if "tools" in missing and "step" not in missing and not hasattr(env, "reward"):
+                fix = " (an environment written for slime: add `compat: slime` to its entry)"
+            else:
+                fix = ""
             reasons = "; ".join(dict.fromkeys(map(str, missing.values())))
             rule = f"building must return an environment with {', '.join(_METHODS)}"
             raise EnvFault(f"{rule}, got {type(env).__name__}: {reasons}{fix}")
         observation = _checked_reset(env.reset())
-        messages = checked_opening(env.format_observation(observation)) if observation else ()
+        if observation:
+            messages = checked_opening(env.format_observation(observation))
+        else:
+            messages = ()
         return checked_tools(env.tools), _called_tools(slot, "") is not None, messages
 
     @staticmethod
@@ -202,7 +209,10 @@ class EnvRunner:
         result = env.step(response_text)
         progress.is_stepping = False
         observation, done, info = _checked_step(result)
-        messages = checked_answer(env.format_observation(observation)) if observation else ()
+        if observation:
+            messages = checked_answer(env.format_observation(observation))
+        else:
+            messages = ()
         return messages, done, plain_dict(info)
 
     @staticmethod
@@ -312,7 +322,10 @@ async def _on_thread(limit_s: float, call: Watched, names: CallNames, function: 
 def _stack(threads: Sequence[int]) -> str:
     """Return where the environment's code stands on a thread, outermost call first; empty if it never ran."""
     frames = sys._current_frames()
-    stack = traceback.extract_stack(frames.get(threads[0])) if threads and threads[0] in frames else []
+    if threads and threads[0] in frames:
+        stack = traceback.extract_stack(frames.get(threads[0]))
+    else:
+        stack = []
     ours = max((place for place, frame in enumerate(stack) if frame.filename == __file__), default=len(stack))
     return "".join(traceback.format_list(stack[ours + 1 :]))
 
@@ -327,7 +340,10 @@ def _called(who: str, function: Callable[..., R], *args: object) -> R:
             if threading.current_thread() is threading.main_thread():
                 raise
             exec("")  # an author's `exec` that raised it lets Python end with the status of Ctrl-C; this takes it back
-        fault = plain_fault(error) if isinstance(error, EnvFault) else EnvFault(f"{who} raised: {trace_of(error)}")
+        if isinstance(error, EnvFault):
+            fault = plain_fault(error)
+        else:
+            fault = EnvFault(f"{who} raised: {trace_of(error)}")
         traceback.clear_frames(error.__traceback__)  # they may hold the error, and end with it on any thread
     finally:
         if os.getpid() != process:  # the call forked, and this is the copy: the program must not go on in both
@@ -361,8 +377,13 @@ def _missing(env: object, name: str) -> AttributeError | None:
 
 def _called_tools(slot: _Slot, response_text: str) -> list[str] | None:
     env = slot.env
-    names = env.called_tools(response_text) if isinstance(env, Env) else None
-    return None if names is None else plain([*names])
+    if isinstance(env, Env):
+        names = env.called_tools(response_text)
+    else:
+        names = None
+    if names is None:
+        return None
+    return plain([*names])
 
 
 def _close(slot: _Slot) -> None:
@@ -384,7 +405,9 @@ def last_line(text: str | None) -> str:
     for number in range(frames[-1] + 1 if frames else len(lines), len(lines)):
         if not lines[number].startswith(" "):  # below the last frame's source code
             return shortened(" ".join(" ".join(lines[number:]).split()), MAX_ERROR_CHARS)
-    return lines[-1] if lines else "it does not say why"
+    if lines:
+        return lines[-1]
+    return "it does not say why"
 
 
 def _checked_reset(value: object) -> dict[str, Any]:

@@ -84,15 +84,24 @@ def main(pid: int, number: int, memory: mmap.mmap, traces: int) -> None:
             continue
         stopped_s = 0.0
         beat, *place = BEAT.unpack_from(memory)
-        silent_s = silent_s + BEAT_S if beat == last else 0.0
-        inline_s = inline_s + BEAT_S if place[1] and tuple(place) == inline else 0.0
+        if beat == last:
+            silent_s = silent_s + BEAT_S
+        else:
+            silent_s = 0.0
+        if place[1] and tuple(place) == inline:
+            inline_s = inline_s + BEAT_S
+        else:
+            inline_s = 0.0
         last = beat
         inline = (place[0], place[1])
         if max(silent_s, inline_s) < SHORTEST_S:
             is_told = False
             continue
         calls = [call for call in under_way(memory) if call.limit_s < math.inf]
-        hung = read(memory, inline[1] - 1) if inline[1] else None
+        if inline[1]:
+            hung = read(memory, inline[1] - 1)
+        else:
+            hung = None
         if hung and inline_s >= max(SHORTEST_S, hung.limit_s):
             stacks = ask(pid, number, traces)
             if BEAT.unpack_from(memory)[1:] == inline and not any(name in stacks for name in _DEBUGGERS):
@@ -105,7 +114,10 @@ def main(pid: int, number: int, memory: mmap.mmap, traces: int) -> None:
                 continue
             took = {thread: used(pid, thread) - before.get(thread, 0) for thread in threads(pid)}
             busiest = max(took, key=lambda thread: took[thread], default=0)
-            found = [call for call in calls if call.thread == busiest] if took.get(busiest, 0) >= _BUSY else calls
+            if took.get(busiest, 0) >= _BUSY:
+                found = [call for call in calls if call.thread == busiest]
+            else:
+                found = calls
             if found:
                 rule = "must let other code run within its limit of {0:g} s, got nothing of the interpreter for {1:g} s"
                 end(pid, found[0], silent_s, rule, "process", stack_of(stacks, found[0].ident), advice(memory))
@@ -122,12 +134,18 @@ def report_end(memory: mmap.mmap, traces: int) -> None:
     if ENDING.unpack_from(memory, ENDING_AT)[0] or not calls:
         return
     _, crashed, crash = os.pread(traces, 1 << 20, 0).decode(errors="replace").rpartition("Fatal Python error: ")
-    cause = crash.partition("\n")[0] if crashed else "by os._exit, or by a signal such as SIGKILL where memory is short"
+    if crashed:
+        cause = crash.partition("\n")[0]
+    else:
+        cause = "by os._exit, or by a signal such as SIGKILL where memory is short"
     current = re.search(r"^Current thread 0x([0-9a-f]+)", crash, flags=re.MULTILINE)
     ident = int(current[1], 16) if current else 0
     calls = [call for call in calls if call.ident == ident] or calls
     named = ", ".join(call.name for call in calls[:NUM_NAMED])
-    more = f" and {len(calls) - NUM_NAMED} more calls" if len(calls) > NUM_NAMED else ""
+    if len(calls) > NUM_NAMED:
+        more = f" and {len(calls) - NUM_NAMED} more calls"
+    else:
+        more = ""
     fix = "write `isolation: process` in the registry entry, which then ends its episode alone"
     said = f"everything recorded until now is on disk; {fix if calls[0].is_isolated else 'fix it'}{advice(memory)}"
     say(f"error: the program has ended during {named}{more} ({cause}); {said}", *stack_of(crash, ident))
@@ -169,7 +187,9 @@ def under_way(memory: mmap.mmap) -> list[Call]:
 def advice(memory: mmap.mmap) -> str:
     """Return what the program has written down to be said where it is ended, such as how to resume it."""
     text = text_of(ENDING.unpack_from(memory, ENDING_AT)[1])
-    return f"; {text}" if text else ""
+    if text:
+        return f"; {text}"
+    return ""
 
 
 def text_of(field: bytes) -> str:
@@ -214,8 +234,13 @@ def state(pid: int) -> str:
 def used(pid: int, thread: int) -> int:
     """Return the processor time of a thread so far, in ticks; one that waits for a disk counts as busy."""
     fields = _fields(f"/proc/{pid}/task/{thread}/stat")
-    waits = time.monotonic_ns() // 10_000_000 if fields and fields[0] == "D" else 0
-    return int(fields[11]) + int(fields[12]) + waits if fields else 0
+    if fields and fields[0] == "D":
+        waits = time.monotonic_ns() // 10_000_000
+    else:
+        waits = 0
+    if fields:
+        return int(fields[11]) + int(fields[12]) + waits
+    return 0
 
 
 def _fields(path: str) -> list[str]:

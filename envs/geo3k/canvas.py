@@ -58,7 +58,10 @@ def _cross(a: complex, b: complex) -> float:
 
 def _draw_line(draw: ImageDraw.ImageDraw, start: Point, end: Point, width: int) -> None:
     # Pillow's own wide lines differ in width by direction; shifted thin ones do not.
-    step = 1j if abs((end - start).real) > abs((end - start).imag) else 1
+    if abs((end - start).real) > abs((end - start).imag):
+        step = 1j
+    else:
+        step = 1
     for k in range(width):
         a = start + k * step
         b = end + k * step

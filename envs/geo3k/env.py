@@ -60,7 +60,9 @@ class Geo3kEnv(ToolEnv):
 
     def explain(self, call: ToolCall | ToolCallError, problem: str) -> str:
         """Return the answer to a broken call; before the last turn it asks for the final answer instead of a call."""
-        return f"{problem} {LAST_TURN}" if self.turns_left == 1 else super().explain(call, problem)
+        if self.turns_left == 1:
+            return f"{problem} {LAST_TURN}"
+        return super().explain(call, problem)
 
 
 class Geo3kSingleEnv(ToolEnv):
@@ -87,4 +89,6 @@ def _echo(answer: str) -> str:
     """
     printable = "".join(char if char.isprintable() else " " for char in answer[:MAX_ECHO_CHARS])
     shown = re.sub(r"<(?=[|/a-zA-Z])", "< ", " ".join(printable.split()))
-    return shown if len(answer) <= MAX_ECHO_CHARS else shown + "..."
+    if len(answer) <= MAX_ECHO_CHARS:
+        return shown
+    return shown + "..."

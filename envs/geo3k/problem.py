@@ -175,7 +175,10 @@ def misread(problem: Problem, rng: Random) -> Problem | None:
         place = rng.choice(problem.drawn_givens)
         digits = str(problem.givens[place])
         at = rng.randrange(len(digits))
-        choices = LOOK_ALIKES[digits[at]] if rng.random() < 0.7 else "0123456789"
+        if rng.random() < 0.7:
+            choices = LOOK_ALIKES[digits[at]]
+        else:
+            choices = "0123456789"
         read = int(digits[:at] + rng.choice(choices) + digits[at + 1 :])
         if read == problem.givens[place] or len(str(read)) != len(digits):
             continue

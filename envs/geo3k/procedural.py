@@ -32,8 +32,12 @@ def split_of(key: str) -> Split:
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     others, tenth = divmod(int.from_bytes(digest, "big"), 10)
     if tenth in (0, 5):
-        return "heldout" if tenth == 0 else "train"
-    return "validation" if others % 8 == 0 else "demonstrations"
+        if tenth == 0:
+            return "heldout"
+        return "train"
+    if others % 8 == 0:
+        return "validation"
+    return "demonstrations"
 
 
 class ProceduralGeo3k(MadeSamples):
@@ -65,7 +69,10 @@ class ProceduralGeo3k(MadeSamples):
         known = STYLES[style]
         super().__init__(size)
         if unknown := [name for name in families or () if name not in known]:
-            rule = "must be known families" if style == "plain" else f"must be known families of style {style}"
+            if style == "plain":
+                rule = "must be known families"
+            else:
+                rule = f"must be known families of style {style}"
             raise UserError("families", rule, unknown[0], did_you_mean(unknown[0], known))
         if wrong := [level for level in levels if level not in LEVELS]:
             raise UserError("levels", "must be among 1, 2, 3", wrong[0], "give some of 1, 2, 3")

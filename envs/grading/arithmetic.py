@@ -87,7 +87,9 @@ class _Evaluator:
             raise ValueError(f"trailing {self._peek()!r}")
         if isinstance(result, complex) and abs(result.imag) <= 1e-12 * abs(result):
             result = result.real
-        return result if isinstance(result, Fraction) or cmath.isfinite(result) else self._fail()
+        if isinstance(result, Fraction) or cmath.isfinite(result):
+            return result
+        return self._fail()
 
     def _fail(self) -> Number:
         raise ValueError(f"cannot read {self._peek()!r}")
@@ -125,7 +127,9 @@ class _Evaluator:
         small, large = sorted((abs(a), abs(b)))
         if 0 < small < TOO_NEAR * large:
             return self._fail()
-        return Fraction(0) if abs(total) <= ROUNDING * large else total
+        if abs(total) <= ROUNDING * large:
+            return Fraction(0)
+        return total
 
     def _product(self) -> Number:
         sign = 1
@@ -146,7 +150,9 @@ class _Evaluator:
         return self._peek()[:1].isdecimal() and self.tokens[self.index - 1] in (")", "}", "\\pi", "i")
 
     def _signed_power(self) -> Number:
-        return -self._power() if self._take("-") else self._power()
+        if self._take("-"):
+            return -self._power()
+        return self._power()
 
     def _power(self) -> Number:
         base = self._atom()
@@ -157,8 +163,12 @@ class _Evaluator:
             bits = 0
             if isinstance(base, Fraction):
                 bits = (base.numerator.bit_length() + base.denominator.bit_length()) * abs(int(exponent))
-            return base ** int(exponent) if abs(exponent) <= 512 and bits <= 4096 else self._fail()
-        return _real(base) ** _real(exponent) if _real(base) > 0 else self._fail()
+            if abs(exponent) <= 512 and bits <= 4096:
+                return base ** int(exponent)
+            return self._fail()
+        if _real(base) > 0:
+            return _real(base) ** _real(exponent)
+        return self._fail()
 
     def _atom(self) -> Number:
         token = self._peek()
@@ -190,13 +200,18 @@ class _Evaluator:
     def _function(self, function: Callable[[float, float], float]) -> Number:
         r"""Read ``\sin ( 2 )``, ``\sin ^ 2 { 3 }``, not ``\sin 2 \pi``, of which it is unclear where it ends."""
         self.index += 1
-        power = self._argument() if self._take("^") else Fraction(1)
+        if self._take("^"):
+            power = self._argument()
+        else:
+            power = Fraction(1)
         is_bare = self._peek() not in ("(", "{", "\\frac")
         angle = self._atom()
         if is_bare and (self._peek() in (*_FACTORS, "/", "^") or self._peek().isalnum()):
             return self._fail()
         sin, cos = self._sin_cos(_real(angle))
-        return function(sin, cos) ** int(_real(power)) if power in (1, 2, 3) else self._fail()
+        if power in (1, 2, 3):
+            return function(sin, cos) ** int(_real(power))
+        return self._fail()
 
     def _sin_cos(self, angle: float) -> tuple[float, float]:
         """Return sine and cosine, exactly at the multiples of 90 degrees."""
@@ -205,7 +220,9 @@ class _Evaluator:
         off = min(abs(sin), abs(cos))
         if abs(angle) > MAX_ANGLE or ROUNDING < off < TOO_NEAR:
             self._fail()
-        return (float(round(sin)), float(round(cos))) if off <= ROUNDING else (sin, cos)
+        if off <= ROUNDING:
+            return (float(round(sin)), float(round(cos)))
+        return (sin, cos)
 
     def _root(self) -> Number:
         degree: Number = Fraction(2)
@@ -216,7 +233,9 @@ class _Evaluator:
         if isinstance(radicand, complex) or isinstance(degree, complex) or degree <= 0:
             return self._fail()
         if radicand < 0:
-            return 1j * self._root_of(-radicand, degree) if degree == 2 else self._fail()
+            if degree == 2:
+                return 1j * self._root_of(-radicand, degree)
+            return self._fail()
         return self._root_of(radicand, degree)
 
     def _root_of(self, radicand: Fraction | float, degree: Fraction | float) -> Fraction | float:

@@ -136,7 +136,9 @@ def _rounded(number: Fraction, num_digits: int) -> Fraction:
         return number
     # The power of ten of the first significant digit: 2 for 345, -3 for 0.0012.
     exponent = math.floor(math.log10(abs(number.numerator)) - math.log10(number.denominator))
-    return Fraction(round(number, num_digits - 1 - exponent)) if exponent < num_digits else number
+    if exponent < num_digits:
+        return Fraction(round(number, num_digits - 1 - exponent))
+    return number
 
 
 def _is_decimal(number: Fraction) -> bool:

@@ -28,7 +28,9 @@ def extract_boxed(text: str) -> str | None:
                 last_end = match.start()
         elif token[-1] == "{" and token != "\\{":
             opened.append(-1 if token == "{" else match.end())
-    return text[last_start:last_end].strip() if last_start >= 0 else None
+    if last_start >= 0:
+        return text[last_start:last_end].strip()
+    return None
 
 
 def extract_answer(text: str) -> str | None:

@@ -57,7 +57,9 @@ class Grader:
 
     def extract(self, text: str) -> str | None:
         """Return the answer in a text in the form that this grader expects; None if there is none."""
-        return extract_boxed(text) if self.boxed_only else extract_answer(text)
+        if self.boxed_only:
+            return extract_boxed(text)
+        return extract_answer(text)
 
 
 @dataclass(frozen=True)
@@ -142,4 +144,6 @@ def score_text(final_text: str, label: str, grader: str = "math") -> float:
     """
     rule = get_grader(grader)
     answer = rule.extract(final_text)
-    return 0.0 if answer is None else rule(answer, label)
+    if answer is None:
+        return 0.0
+    return rule(answer, label)

@@ -38,13 +38,17 @@ class Reading:
     @property
     def number(self) -> Number | None:
         """The value of a single number; None for a list or a text."""
-        return self.values[0] if self.values is not None and not self.shape else None
+        if self.values is not None and not self.shape:
+            return self.values[0]
+        return None
 
     @property
     def matrix(self) -> list[list[str]] | None:
         """The texts of the cells, row by row; None where it is no matrix."""
         inner = _MATRIX_FORM.fullmatch(self.form)
-        return [row.split("&") for row in inner[1].removesuffix("\\\\").split("\\\\")] if inner else None
+        if inner:
+            return [row.split("&") for row in inner[1].removesuffix("\\\\").split("\\\\")]
+        return None
 
     def in_full(self) -> Reading:
         """Return the reading of the full form, as an expression."""
@@ -80,7 +84,9 @@ _MATRIX = r"\\begin{pmatrix}\1\\end{pmatrix}"
 
 def _superscript(match: re.Match[str]) -> str:
     digits = "".join(_SUPERSCRIPTS[sign] for sign in match.group())
-    return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
+    if len(digits) == 1:
+        return f"^{digits}"
+    return f"^{{{digits}}}"
 
 
 def _repeating(match: re.Match[str]) -> str:
@@ -196,7 +202,9 @@ def _choice(form: str, text: str) -> str:
     if len(form) == 1 and form in string.ascii_uppercase:
         return form
     marked = _CHOICE_WITH_TEXT.match(text)
-    return (marked[1] or marked[2]) if marked else ""
+    if marked:
+        return marked[1] or marked[2]
+    return ""
 
 
 def _join(tokens: list[str]) -> str:

@@ -32,7 +32,9 @@ def find_tool_calls(text: str, format: ToolFormat = "hermes") -> list[ToolCall |
     []
     """
     found = list(_READERS[format](text).found)
-    return [_without_half_pairs(call) for call in found] if found and _may_hold_half_pairs(text) else found
+    if found and _may_hold_half_pairs(text):
+        return [_without_half_pairs(call) for call in found]
+    return found
 
 
 def _may_hold_half_pairs(text: str) -> bool:
@@ -56,7 +58,9 @@ def _clean(value: Any) -> Any:
         return well_formed(value)
     if isinstance(value, dict):
         return {_clean(key): _clean(item) for key, item in value.items()}
-    return [_clean(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    return value
 
 
 def outside_tool_calls(text: str, format: ToolFormat = "hermes") -> str:
@@ -102,7 +106,10 @@ def write_tool_call(call: ToolCall, format: ToolFormat) -> str:
         return f"{OPEN}\n{call_example(call.name, call.arguments, format)}\n{CLOSE}"
     lines = [f"{FUNCTION}{call.name}>"]
     for key, value in call.arguments.items():
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if isinstance(value, str):
+            text = value
+        else:
+            text = json.dumps(value, ensure_ascii=False)
         lines += [f"{PARAMETER}{key}>", text, PARAMETER_END]
     return "\n".join([OPEN, *lines, FUNCTION_END, CLOSE])
 
@@ -113,4 +120,6 @@ def detect_format(chat_template: str) -> ToolFormat:
     >>> detect_format("Write <tool_call><function=NAME>...</function></tool_call>.")
     'qwen_xml'
     """
-    return "qwen_xml" if FUNCTION in chat_template else "hermes"
+    if FUNCTION in chat_template:
+        return "qwen_xml"
+    return "hermes"

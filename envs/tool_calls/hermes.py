@@ -53,7 +53,10 @@ def read_hermes(text: str) -> TurnCalls:
             value, end = decode(rest, at)
         if not isinstance(value, dict):
             end = at
-        call = _OTHER_FORM if _OTHER_CALL.match(rest, at) else interpret(value)
+        if _OTHER_CALL.match(rest, at):
+            call = _OTHER_FORM
+        else:
+            call = interpret(value)
         if isinstance(call, ToolCallError) and call.kind == "truncated" and limit < len(text):
             call = _TOO_LARGE
         found.append(call)

@@ -109,12 +109,16 @@ def interpret(value: Any) -> ToolCall | ToolCallError:
         arguments, _ = decode(arguments)
     if not isinstance(arguments, dict):
         return ToolCallError('"arguments" must be a JSON object.')
-    return ToolCall(name, arguments) if depth(arguments) <= MAX_DEPTH else _TOO_DEEP
+    if depth(arguments) <= MAX_DEPTH:
+        return ToolCall(name, arguments)
+    return _TOO_DEEP
 
 
 def _unwrap(call: dict[str, Any]) -> dict[str, Any]:
     inner = call.get("function")
-    return inner if "name" not in call and isinstance(inner, dict) else call
+    if "name" not in call and isinstance(inner, dict):
+        return inner
+    return call
 
 
 def depth(value: Any) -> int:
@@ -142,7 +146,10 @@ def find_bare_calls(text: str) -> tuple[int, list[dict[str, Any]]]:
     floor = max(0, start - MAX_BARE_CHARS)
     begins = [match.start() for match in _BARE_CALL.finditer(text, floor)]
     # If the whole text is one object, it may start with another key.
-    whole = len(text) - len(text.lstrip()) if floor == 0 else start
+    if floor == 0:
+        whole = len(text) - len(text.lstrip())
+    else:
+        whole = start
     calls: list[dict[str, Any]] = []
     while len(calls) <= MAX_CALLS:
         body = text[floor:start].rstrip().removesuffix(CLOSE).rstrip()
@@ -168,5 +175,10 @@ def _decode_whole(source: str) -> dict[str, Any] | None:
     if value is BAD_ESCAPE:
         source = double_lone_backslashes(source)
         value, end = decode(source)
-    call = _unwrap(value) if isinstance(value, dict) else {}
-    return value if end == len(source) and "name" in call and "arguments" in call else None
+    if isinstance(value, dict):
+        call = _unwrap(value)
+    else:
+        call = {}
+    if end == len(source) and "name" in call and "arguments" in call:
+        return value
+    return None

@@ -47,7 +47,10 @@ def read_qwen_xml(text: str) -> TurnCalls:
     if at < len(text):
         found.append(TOO_MANY_CALLS)
         last = max(text.rfind(OPEN), text.rfind(FUNCTION))
-        end = len(text) if text.rfind(CLOSE) < last else last
+        if text.rfind(CLOSE) < last:
+            end = len(text)
+        else:
+            end = last
     closing = text.rfind(CLOSE)
     return TurnCalls(tuple(found), start, closing + len(CLOSE) if closing >= end else end)
 
@@ -144,5 +147,8 @@ def _read_untagged(text: str) -> TurnCalls:
     start, calls = find_bare_calls(text)
     if calls:
         return TurnCalls((_JSON,) * len(calls), start, len(text))
-    found = (ToolCallError(_NO_FUNCTION),) if any(tag in text for tag in (CLOSE, FUNCTION_END, PARAMETER_END)) else ()
+    if any(tag in text for tag in (CLOSE, FUNCTION_END, PARAMETER_END)):
+        found = (ToolCallError(_NO_FUNCTION),)
+    else:
+        found = ()
     return TurnCalls(found, len(text), len(text))

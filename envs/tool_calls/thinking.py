@@ -65,12 +65,18 @@ class Thinking:
         >>> Thinking("<think>", "</think>", is_opened=True).without_thought("It is 8.")
         '\n</think>\n\nIt is 8.'
         """
-        return f"\n{self.closing}\n\n{text}" if self.is_opened and self.closing not in text else text
+        if self.is_opened and self.closing not in text:
+            return f"\n{self.closing}\n\n{text}"
+        return text
 
     def _said(self, text: str) -> list[tuple[int, int]]:
         """Return the start and end of each piece outside of thoughts; newlines after a thought belong to it."""
         pieces: list[tuple[int, int]] = []
-        start = None if self.is_opened else 0  # of the current piece; None inside a thought
+        # of the current piece; None inside a thought
+        if self.is_opened:
+            start = None
+        else:
+            start = 0
         for tag in re.finditer(f"({re.escape(self.opening)})|{re.escape(self.closing)}\n*", text):
             if tag[1] is None:
                 if start is not None:
@@ -79,4 +85,6 @@ class Thinking:
             elif start is not None:
                 pieces.append((start, tag.start()))
                 start = None
-        return pieces if start is None else [*pieces, (start, len(text))]
+        if start is None:
+            return pieces
+        return [*pieces, (start, len(text))]

@@ -87,7 +87,10 @@ class RayWorker:
             WorkerError, WorkerDied, WorkerTimeout: as `envs.workers.worker.Worker.call`.
             WorkerLost: the node is gone, or another thread has called `kill`.
         """
-        limit_s = None if timeout_s is None else timeout_s + PLACE_S
+        if timeout_s is None:
+            limit_s = None
+        else:
+            limit_s = timeout_s + PLACE_S
         try:
             value: Any = ray.get(self._actor.call.remote(function, args, timeout_s), timeout=limit_s)
         except GetTimeoutError:

@@ -73,7 +73,10 @@ class _ForkServer:
 
     def _ask(self, request: dict[str, Any], descriptors: list[int]) -> int:
         with self._lock:
-            channel = self._start() if self._socket is None or self._owner != os.getpid() else self._socket
+            if self._socket is None or self._owner != os.getpid():
+                channel = self._start()
+            else:
+                channel = self._socket
             try:
                 return self._send(channel, request, descriptors)
             except OSError:  # the fork server was killed, for example for memory, or is stopped; start another
@@ -147,12 +150,18 @@ class Worker:
         with self._calling:
             if not self._is_alive:
                 raise WorkerDied("the process had ended before the call")
-            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            if timeout_s is None:
+                deadline = None
+            else:
+                deadline = time.monotonic() + timeout_s
             self._num_calls += 1
             request = self._num_calls.to_bytes(8, "big") + ForkingPickler.dumps((function, args))
             try:
                 self._connection.send_bytes(request)
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if deadline is None:
+                    left = None
+                else:
+                    left = max(0.0, deadline - time.monotonic())
                 if not self._connection.poll(left):
                     self.kill()
                     raise WorkerTimeout(f"took longer than {timeout_s} s")
@@ -184,7 +193,9 @@ class Worker:
             code = _FORK_SERVER.wait(self.pid)
         if not self._calling.locked():
             self._connection.close()
-        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        if code >= 0:
+            return f"exit code {code}"
+        return f"signal {signal.Signals(-code).name}"
 
 
 class AnyWorker(Protocol):
@@ -215,7 +226,10 @@ class WorkerPool:
 
     def _reset(self) -> None:
         self._idle: list[AnyWorker] = []
-        self._free_slots = threading.Semaphore(self._size) if self._size is not None else None
+        if self._size is not None:
+            self._free_slots = threading.Semaphore(self._size)
+        else:
+            self._free_slots = None
         self._owner = os.getpid()
 
     def acquire(self) -> AnyWorker:

@@ -49,7 +49,9 @@ def group_advantages(rewards_G: Sequence[float], scale_by_std: bool = True, eps:
     if len(rewards) < 2 or (rewards == rewards[0]).all():
         return np.zeros_like(rewards)
     centred = rewards - rewards.mean()
-    return centred / (rewards.std(ddof=1) + eps) if scale_by_std else centred
+    if scale_by_std:
+        return centred / (rewards.std(ddof=1) + eps)
+    return centred
 
 
 def grpo(rewards: Rewards, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
@@ -81,7 +83,10 @@ def reinforce_plus_plus(rewards: Rewards, config: AlgorithmConfig) -> list[NDArr
     """
     centred = [group_advantages(rewards_G, scale_by_std=False) for rewards_G in rewards]
     everything = np.concatenate([*(group for group in centred if len(group) > 1), np.zeros(0)])
-    scale = everything.std(ddof=1) + EPS if len(everything) > 1 else 1.0
+    if len(everything) > 1:
+        scale = everything.std(ddof=1) + EPS
+    else:
+        scale = 1.0
     return [group / scale for group in centred]
 
 
@@ -170,7 +175,10 @@ def state_before(episode: Trajectory, k: int) -> str:
     for message in before.observations:
         for part in content_parts(dict(message)):
             image = part.get("image")
-            seen = image_digest(image.convert("RGB")) if image is not None else part.get("text")
+            if image is not None:
+                seen = image_digest(image.convert("RGB"))
+            else:
+                seen = part.get("text")
             digest.update(repr((message["role"], seen)).encode())
     return digest.hexdigest()
 

@@ -163,12 +163,17 @@ class Checkpoints:
         shutil.rmtree(self._part(step), ignore_errors=True)
         self.num_failed += 1
         kept = found_steps(self.folder)
-        there = f"the newest is that of step {kept[0].step}" if kept else "there is none yet"
+        if kept:
+            there = f"the newest is that of step {kept[0].step}"
+        else:
+            there = "there is none yet"
         logger.warning(f"the checkpoint of step {step} could not be written, {there}: {_reason(error)} ({self.folder})")
 
 
 def _reason(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
 
 
 def found_steps(folder: Path) -> list[Checkpoint]:

@@ -77,8 +77,14 @@ class ModelCard:
         yield ", ".join(f"{name} {version}" for name, version in software_versions().items()) + "\n"
 
     def _front_matter(self) -> dict[str, Any]:
-        task = "image-text-to-text" if self.sees_images else "text-generation"
-        public = {"base_model": self.base_model} if is_hub_id(self.base_model) else {}
+        if self.sees_images:
+            task = "image-text-to-text"
+        else:
+            task = "text-generation"
+        if is_hub_id(self.base_model):
+            public = {"base_model": self.base_model}
+        else:
+            public = {}
         datasets = [name for name in dict.fromkeys(self.data) if is_hub_id(name)]
         metrics = [{"type": self.metric, "name": name, "value": value} for name, value in self.results.items()]
         result = {
@@ -150,7 +156,9 @@ def ending_of(num_steps: int, planned: int, stopped_by: str, is_interrupted: boo
         return f"The run stopped {done}: {stopped_by}."
     if is_interrupted:
         return f"The run was interrupted {done}."
-    return f"The run took all {planned} steps." if num_steps == planned else f"An error ended the run {done}."
+    if num_steps == planned:
+        return f"The run took all {planned} steps."
+    return f"An error ended the run {done}."
 
 
 def is_hub_id(name: str) -> bool:
@@ -164,7 +172,9 @@ def shared_name(name: str) -> str:
     >>> shared_name("Qwen/Qwen3-VL-2B-Instruct"), shared_name("/home/me/data/test.jsonl")
     ('Qwen/Qwen3-VL-2B-Instruct', 'test.jsonl')
     """
-    return name if is_hub_id(name) else Path(name).name
+    if is_hub_id(name):
+        return name
+    return Path(name).name
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -183,4 +193,6 @@ def _shown(value: Any, annotation: Any) -> str:
         return text_of(value)
     if isinstance(value, str) and takes_references(annotation):
         return plugin_name(value)
-    return str(value) if str(value) in words_of(annotation) else ""
+    if str(value) in words_of(annotation):
+        return str(value)
+    return ""

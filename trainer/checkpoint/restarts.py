@@ -66,7 +66,10 @@ async def run_restarting(context: C, training: Callable[[C], Awaitable[T]], max_
                 context = await _restarted(context, losses, max_restarts)
             return await training(context)
         except LearnerLost as error:
-            lost = error if isinstance(error, RunLost) else RunLost(str(error), losses[-1].step)
+            if isinstance(error, RunLost):
+                lost = error
+            else:
+                lost = RunLost(str(error), losses[-1].step)
             if losses and lost.step > max(loss.step for loss in losses):
                 losses = []  # the run got further, so what stopped it before is behind it
             losses.append(lost)
@@ -125,6 +128,9 @@ def _restore(learner: Learner, folder: Path) -> Checkpoint | None:
 def found_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the newest whole checkpoint of a run folder, None where there is none."""
     checkpoint = newest_whole(folder / CHECKPOINTS)
-    start = f"resumes after step {checkpoint.step}" if checkpoint else "starts over: it has no whole checkpoint"
+    if checkpoint:
+        start = f"resumes after step {checkpoint.step}"
+    else:
+        start = "starts over: it has no whole checkpoint"
     logger.info(f"the run in {path_text(folder)} {start}")
     return checkpoint

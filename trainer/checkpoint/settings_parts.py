@@ -44,7 +44,9 @@ def found_parts(run: Path) -> list[SettingsPart]:
 def parts_until(run: Path, step: int) -> list[SettingsPart]:
     """Return the parts that have begun by a step, the first in any case; none where `config.yaml` holds for all."""
     parts = found_parts(run)
-    return [part for part in parts if part.first_step <= max(step, 1)] if len(parts) > 1 else []
+    if len(parts) > 1:
+        return [part for part in parts if part.first_step <= max(step, 1)]
+    return []
 
 
 def part_file(run: Path, first_step: int) -> Path:
@@ -61,7 +63,10 @@ def keep_settings(run: Path, step: int, config: BaseModel) -> list[str]:
     before = [part for part in found if part.first_step <= step]
     for part in found[len(before) :]:
         part.file.unlink()
-    changes = settings_changes(before[-1].read(type(config)), config) if before else {}
+    if before:
+        changes = settings_changes(before[-1].read(type(config)), config)
+    else:
+        changes = {}
     if changes or not before:
         file = part_file(run, step + 1)
         file.parent.mkdir(exist_ok=True)
@@ -82,4 +87,6 @@ def history(run: Path, step: int, config: C) -> Sequence[tuple[int, C]]:
 def _shown(value: object) -> str:
     if value in (None, "", ()):
         return "nothing"
-    return str(value) if isinstance(value, float) else text_of(value)
+    if isinstance(value, float):
+        return str(value)
+    return text_of(value)

@@ -162,5 +162,8 @@ def check_device(name: str) -> None:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split("\n")[0]
-        usable = "cpu or cuda" if torch.cuda.is_available() else "cpu: torch sees no GPU here"
+        if torch.cuda.is_available():
+            usable = "cpu or cuda"
+        else:
+            usable = "cpu: torch sees no GPU here"
         raise UserError("--device", "must be usable by torch", name, f"give {usable} ({reason})") from error

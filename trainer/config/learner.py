@@ -121,7 +121,10 @@ class ClusterConfig(BackendConfig):
     def check_ray(self) -> None:
         """Raise `UserError` if Ray is not installed."""
         if importlib.util.find_spec("ray") is None:
-            flag = "--num-gpus" if self.num_gpus else "--num-learners"
+            if self.num_gpus:
+                flag = "--num-gpus"
+            else:
+                flag = "--num-learners"
             raise UserError(flag, "needs the package ray", self.num_ranks, "pip install 'trueturn[cluster]'")
 
 

@@ -34,7 +34,9 @@ class Trainer:
 
     def spelt(self, name: str) -> str:
         """Return a setting's name as its users write it."""
-        return f"--{name.replace('_', '-')}" if self.are_flags else name
+        if self.are_flags:
+            return f"--{name.replace('_', '-')}"
+        return name
 
     def names(self) -> dict[str, str]:
         """Return the name of ours for each setting that has one."""

@@ -246,7 +246,9 @@ class RolloutConfig(Section):
         """
         num_groups = self.max_staleness * self.problems_per_step + math.ceil(self.problems_per_step * self.oversample)
         trained, evaluated = (min(self.max_concurrent, n) for n in (num_groups * self.group_size, num_evaluated))
-        return trained + evaluated if self.max_staleness else max(trained, evaluated)
+        if self.max_staleness:
+            return trained + evaluated
+        return max(trained, evaluated)
 
     @field_validator("max_oversample")
     @classmethod

@@ -35,7 +35,9 @@ def _backend(name: str) -> Counterpart:
 
 
 def _external_ray(flag: str) -> Counterpart:
-    return {("cluster", "ray_address"): "auto"} if flag.lower() not in ("", "0", "false") else "Ray is started"
+    if flag.lower() not in ("", "0", "false"):
+        return {("cluster", "ray_address"): "auto"}
+    return "Ray is started"
 
 
 _COUNTERPARTS: Mapping[str, Callable[[str], Counterpart]] = {
@@ -62,7 +64,10 @@ def read_slime_variables(environ: Mapping[str, str]) -> tuple[dict[str, dict[Fie
         if not name.startswith(PREFIX):
             continue
         convert = _COUNTERPARTS.get(name.removeprefix(PREFIX))
-        found = convert(text) if convert else "no setting here does this"
+        if convert:
+            found = convert(text)
+        else:
+            found = "no setting here does this"
         if isinstance(found, str):
             lines.append(f"{name}={text}: nothing is set; {found}")
             continue

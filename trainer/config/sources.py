@@ -94,7 +94,9 @@ def with_whole_paths(config: C) -> C:
 
 
 def _whole(value: Any) -> Any:
-    return type(value)(Path(value).absolute()) if value != "starter" and Path(value).exists() else value
+    if value != "starter" and Path(value).exists():
+        return type(value)(Path(value).absolute())
+    return value
 
 
 def write_config(config: BaseModel, path: Path) -> None:
@@ -126,4 +128,6 @@ def check_resumable(config: C, base: C, fixed: Sequence[FieldPath] = FIXED) -> N
 
 
 def _shown(value: object) -> object:
-    return "nothing" if value in (None, "", ()) else value
+    if value in (None, "", ()):
+        return "nothing"
+    return value

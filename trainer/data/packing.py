@@ -164,7 +164,10 @@ def filler_row(model: PolicyModel, with_image: bool) -> Row:
 
     With `with_image`, the second token is the placeholder of the smallest possible image.
     """
-    images = (_smallest_image(model),) if with_image else ()
+    if with_image:
+        images = (_smallest_image(model),)
+    else:
+        images = ()
     ids_T = np.array([0, model.image_token_id if with_image else 0])
     grids = [image.grid_thw for image in images]
     filler = TrainingSample(

@@ -71,8 +71,13 @@ class BestModel:
         """Return the same model with another figure, where that is known."""
         if figure == self.figure:
             return self
-        estimate = trained(evaluations[self.step], figure) if self.step in evaluations else None
-        return BestModel(self.step, self.way, figure, estimate.value) if estimate else None
+        if self.step in evaluations:
+            estimate = trained(evaluations[self.step], figure)
+        else:
+            estimate = None
+        if estimate:
+            return BestModel(self.step, self.way, figure, estimate.value)
+        return None
 
 
 def resume_best(folder: Path, evaluations: Curve, step: int) -> BestModel | None:

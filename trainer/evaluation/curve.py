@@ -69,7 +69,9 @@ def why_stop(curve: Curve, config: EvaluationConfig, figure: Figure = "accuracy"
 def figure_of(config: EvaluationConfig, spec: EnvSpec) -> Figure:
     """Return the figure that the best step and patience go by; nothing asked for: success where there is one."""
     by = config.best_by or ("success" if spec.success_rule else "reward")
-    return "accuracy" if by == "success" else "mean_reward"
+    if by == "success":
+        return "accuracy"
+    return "mean_reward"
 
 
 def title(name: str) -> str:

@@ -70,7 +70,9 @@ def ways(max_turns: int, has_tools: bool, tools: Tools = "both", required: bool 
     without_tool = Way(WITHOUT_TOOL, 1, False)
     if required or tools == "on":
         return (with_tool,)
-    return (without_tool,) if tools == "off" else (with_tool, without_tool)
+    if tools == "off":
+        return (without_tool,)
+    return (with_tool, without_tool)
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,9 @@ class ProblemPlayer:
             return ()
         marks = [self._mark(turn) for turn in t.turns]
         scored = tuple(mark for mark in marks if mark is not None)
-        return scored if marks[-1] is not None else (*scored, bool(self._is_right(t)))
+        if marks[-1] is not None:
+            return scored
+        return (*scored, bool(self._is_right(t)))
 
     def _mark(self, turn: Turn) -> bool | None:
         """Return whether the answer that a turn's step scored was right; None if it scored none."""
@@ -218,7 +222,9 @@ class ProblemPlayer:
         mark = self._mark(t.turns[0])
         if mark is not None:
             return mark
-        return self._is_right(t) if len(t.turns) == 1 else None
+        if len(t.turns) == 1:
+            return self._is_right(t)
+        return None
 
     async def _replay_first_turns(self, first: int, groups: Sequence[TrajectoryGroup]) -> None:
         """Complete the results from `first` on: replay the first turns that their episodes did not grade."""

@@ -70,7 +70,9 @@ class ProblemResult:
     def num_right_first(self) -> int | None:
         """How many episodes were right after their first turn; None if that is unknown for any."""
         known = [e.is_first_turn_right for e in self.episodes]
-        return None if None in known else sum(map(bool, known))
+        if None in known:
+            return None
+        return sum(map(bool, known))
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,15 @@ class Evaluation:
     @property
     def main(self) -> Figure:
         """The figure that stands for the policy: the accuracy, or where there is none the mean reward."""
-        return "mean_reward" if self.accuracy is None else "accuracy"
+        if self.accuracy is None:
+            return "mean_reward"
+        return "accuracy"
 
     def estimate(self, figure: Figure) -> Estimate | None:
         """Return a figure; None where it is not known."""
-        return self.accuracy if figure == "accuracy" else self.mean_reward
+        if figure == "accuracy":
+            return self.accuracy
+        return self.mean_reward
 
 
 @dataclass(frozen=True)

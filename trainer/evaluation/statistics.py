@@ -99,7 +99,10 @@ def bootstrap(values_P: ArrayLike, how: Intervals, weights_P: ArrayLike | None =
     (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3).
     """
     values = np.asarray(values_P, dtype=np.float64)
-    weights = np.ones_like(values) if weights_P is None else np.asarray(weights_P, dtype=np.float64)
+    if weights_P is None:
+        weights = np.ones_like(values)
+    else:
+        weights = np.asarray(weights_P, dtype=np.float64)
     rng = np.random.default_rng(how.seed)
     num = len(values)
     at_once = max(1, MAX_DRAWS // num)
@@ -130,7 +133,10 @@ def estimate_mean(
     is `v + u (low - v)` to `v + u (high - v)`: at most a share `u` of all problems has another value, within `bounds`,
     where `u` is the upper Wilson bound of 0 in P. For shares of 0 or 1, this is Wilson's interval over problems.
     """
-    weights = [1.0] * len(values_P) if weights_P is None else weights_P
+    if weights_P is None:
+        weights = [1.0] * len(values_P)
+    else:
+        weights = weights_P
     seen = [value for value, weight in zip(values_P, weights, strict=True) if weight > 0]
     assert seen, f"a mean needs a value, got {len(values_P)} of weight 0"
     if min(seen) == max(seen):

@@ -45,8 +45,14 @@ def _table(title: str, *columns: str, num_words: int = 1) -> Table:
 
 def _main_table(report: Report) -> Table:
     """Return the main table, with a column for each way."""
-    samples = "1 sample" if report.num_samples == 1 else f"{report.num_samples} samples"
-    how = "greedy" if report.temperature == 0 else f"temperature {report.temperature:g}"
+    if report.num_samples == 1:
+        samples = "1 sample"
+    else:
+        samples = f"{report.num_samples} samples"
+    if report.temperature == 0:
+        how = "greedy"
+    else:
+        how = f"temperature {report.temperature:g}"
     table = _table(f"{samples} each, {how} [{report.confidence:.0%} interval]", "", *map(title, report.ways))
     columns = [_column(evaluation) for evaluation in report.ways.values()]
     for name in dict.fromkeys(name for column in columns for name in column):
@@ -97,7 +103,10 @@ def _ends(report: Report) -> Table:
     table = _table("How episodes ended", "", "end reason", "episodes", "share", name, "turns", num_words=2)
     for way, evaluation in report.ways.items():
         for reason, end in evaluation.ends.items():
-            figure = end.mean_reward if end.accuracy is None else end.accuracy
+            if end.accuracy is None:
+                figure = end.mean_reward
+            else:
+                figure = end.accuracy
             cells = f"{end.share:.3f}", "" if figure is None else f"{figure:.3f}", f"{end.mean_turns:.2f}"
             table.add_row(title(way), reason, str(end.num_episodes), *cells)
     return table
@@ -109,7 +118,10 @@ def _outcomes(report: Report) -> Table:
     for way, evaluation in report.ways.items():
         if evaluation.tool_outcomes.keys() - {"none"}:
             for outcome, count in evaluation.tool_outcomes.items():
-                name = "none (a turn without a call)" if outcome == "none" else outcome
+                if outcome == "none":
+                    name = "none (a turn without a call)"
+                else:
+                    name = outcome
                 table.add_row(title(way), name, str(count), f"{count / evaluation.num_turns:.3f}")
     return table
 
@@ -148,13 +160,22 @@ def print_training_summary(
             title=f"Held-out {title(figure)}, {num_problems} problems [95 % interval]",
             caption=f"right: {success}" if success else None,
         )
-        others = ("mean reward",) if figure == "accuracy" else ()
+        if figure == "accuracy":
+            others = ("mean reward",)
+        else:
+            others = ()
         for column in ("", title(figure), "change", *others, "turns"):
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
         for name, final in after.items():
             for phase, result in (("before", before[name]), ("after", final)):
-                change = _change(before[name], final, figure) if phase == "after" else ""
-                reward = f"{result.mean_reward.value:.3f}" if result.mean_reward else ""
+                if phase == "after":
+                    change = _change(before[name], final, figure)
+                else:
+                    change = ""
+                if result.mean_reward:
+                    reward = f"{result.mean_reward.value:.3f}"
+                else:
+                    reward = ""
                 cells = [str(result.estimate(figure) or ""), change, *([reward] if others else [])]
                 table.add_row(f"{title(name)}, {phase}", *cells, f"{result.mean_turns:.2f}")
         console.print(table)
@@ -169,4 +190,6 @@ def print_training_summary(
 def _change(before: Evaluation, after: Evaluation, figure: Figure) -> str:
     first = before.estimate(figure)
     last = after.estimate(figure)
-    return f"{last.value - first.value:+.3f}" if first and last else ""
+    if first and last:
+        return f"{last.value - first.value:+.3f}"
+    return ""

@@ -38,7 +38,10 @@ def build_learner(config: LearnerPlan, path: Path | str, sampling: SamplingParam
             config.seed,
         )
     # Weights that are never trained need no more precision than the network computes in; adapters are float32 anyway.
-    kept = dtype if config.learner.lora_rank or not config.steps else torch.float32
+    if config.learner.lora_rank or not config.steps:
+        kept = dtype
+    else:
+        kept = torch.float32
     return FSDPLearner(
         empty_model(path, kept),
         sampling,

@@ -39,9 +39,13 @@ class TensorSlice:
     def of(self, weights: Sequence[Tensor]) -> Tensor | None:
         """Return what the GPU holds; None if the weights cannot be cut or joined like this."""
         if any(w.dim() <= self.axis or w.shape[self.axis] % self.count for w in weights):
-            return None if self.count > 1 else weights[0]
+            if self.count > 1:
+                return None
+            return weights[0]
         parts = [w.chunk(self.count, self.axis)[self.index] for w in weights]
-        return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        if len(parts) > 1:
+            return torch.cat(parts)
+        return parts[0].contiguous()
 
 
 def checksums(weights: Iterable[tuple[str, Tensor]], cuts: Sequence[TensorSlice]) -> dict[TensorSlice, str]:

@@ -13,7 +13,10 @@ def ensure_process_group(device: torch.device) -> None:
     """Make a default process group of this process alone, unless there is one already."""
     if not dist.is_initialized():
         use_loopback()
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if device.type == "cuda":
+            backend = "cpu:gloo,cuda:nccl"
+        else:
+            backend = "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
@@ -26,7 +29,10 @@ def use_loopback() -> None:
 
 def listen(address: str) -> socket.socket:
     """Return a socket that listens on a free port of one address, to give to a `TCPStore`: its own listens on all."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    if ":" in address:
+        family = socket.AF_INET6
+    else:
+        family = socket.AF_INET
     return socket.create_server((address, 0), family=family)
 
 

@@ -157,7 +157,9 @@ def reason(error: BaseException) -> str:
 
 def _random_state() -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
-    return states | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else states
+    if torch.cuda.is_initialized():
+        return states | {"cuda": torch.cuda.get_rng_state()}
+    return states
 
 
 def _set_random_state(states: dict[str, Tensor]) -> None:

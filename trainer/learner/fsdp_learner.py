@@ -95,7 +95,10 @@ class FSDPLearner(StepLearner[MicroBatch]):
             weight_decay=optim.weight_decay,
             fused=True,
         )
-        self._state = OffloadedState(self.optimizer) if config.offload == "optimizer" else None
+        if config.offload == "optimizer":
+            self._state = OffloadedState(self.optimizer)
+        else:
+            self._state = None
         self._writer = StateWriter()
 
     def _sharded(self, model: PolicyModel, path: Path | str, seed: int) -> PolicyModel:
@@ -125,9 +128,15 @@ class FSDPLearner(StepLearner[MicroBatch]):
         on_micro_batch: OnMicroBatch[MicroBatch],
         is_reference: bool = False,
     ) -> None:
-        network = self._reference if is_reference and self._reference else self.model
+        if is_reference and self._reference:
+            network = self._reference
+        else:
+            network = self.model
         # Without its adapters, the policy is its own reference.
-        adapters = disabled(self.model) if is_reference and not self._reference else contextlib.nullcontext()
+        if is_reference and not self._reference:
+            adapters = disabled(self.model)
+        else:
+            adapters = contextlib.nullcontext()
         with torch.no_grad(), adapters:
             for bins in runs:
                 for batch in self._batches(bins, any_images):
@@ -185,7 +194,9 @@ class FSDPLearner(StepLearner[MicroBatch]):
 
     def _optimizer_on_device(self) -> AbstractContextManager[None]:
         """Hold the optimizer's state on the device within the context."""
-        return self._state.on_device() if self._state else contextlib.nullcontext()
+        if self._state:
+            return self._state.on_device()
+        return contextlib.nullcontext()
 
     def choose_reshard(self) -> str:
         """Decide `--reshard auto` by the memory that the first step left free; return what was chosen and why.
@@ -263,9 +274,15 @@ class FSDPLearner(StepLearner[MicroBatch]):
         """
         with self.lock:
             reshard(self.model)
-            # Cast before they are gathered, shards are half as large; a weight is merged with its adapter in float32.
-            whole = _whole if self.config.lora_rank else lambda weight: _whole(weight.detach().to(self.dtype))
-            only = None if names is None else {f"backbone.{name}" for name in names}
+
+            def whole(weight: Tensor) -> Tensor:
+                # Cast before they are gathered, shards are half as large; an adapter is merged in float32.
+                return _whole(weight if self.config.lora_rank else weight.detach().to(self.dtype))
+
+            if names is None:
+                only = None
+            else:
+                only = {f"backbone.{name}" for name in names}
             for name, weight in merged_weights(self.model, whole, only):
                 yield name.removeprefix("backbone."), weight.to(self.device, self.dtype)
 
@@ -282,4 +299,6 @@ class FSDPLearner(StepLearner[MicroBatch]):
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
+    if isinstance(parameter, DTensor):
+        return parameter.full_tensor().detach()
+    return parameter.detach()

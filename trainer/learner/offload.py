@@ -46,7 +46,10 @@ class OffloadedState:
             for name, value in state.items():
                 if name == "step" or not isinstance(value, Tensor):
                     continue
-                local = value.to_local() if isinstance(value, DTensor) else value
+                if isinstance(value, DTensor):
+                    local = value.to_local()
+                else:
+                    local = value
                 if value not in self._host:
                     self._host[value] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
                 self._host[value].copy_(local, non_blocking=True)

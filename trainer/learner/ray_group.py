@@ -60,7 +60,9 @@ def end_of_traceback(text: str) -> str:
     """Return the last lines of a rank's traceback, as Ray gives it: what failed, and where."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if set(line) - set(" ^~")]
     end = " | ".join(f"{line:.250}" for line in lines[-4:])
-    return f"{end}; {LESS_MEMORY}" if OUT_OF_MEMORY in end else end
+    if OUT_OF_MEMORY in end:
+        return f"{end}; {LESS_MEMORY}"
+    return end
 
 
 class LearnerGroup:
@@ -178,7 +180,10 @@ class LearnerGroup:
         """Let every rank load its part of the network, in one process group."""
         count = len(self.workers)
         # Ranks may have another working directory.
-        model_path = Path(model_path).absolute() if Path(model_path).exists() else model_path
+        if Path(model_path).exists():
+            model_path = Path(model_path).absolute()
+        else:
+            model_path = model_path
         [address, *_] = self._call("address")
         on_node = [sum(other.node == place.node for other in self.places) for place in self.places]
         ranks = enumerate(on_node)
@@ -202,7 +207,10 @@ class LearnerGroup:
     def gpus_here(self) -> tuple[int, ...]:
         """The GPUs of this host that ranks use, numbered as this process sees them."""
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = seen.split(",") if seen else [str(number) for number in range(torch.cuda.device_count())]
+        if seen:
+            names = seen.split(",")
+        else:
+            names = [str(number) for number in range(torch.cuda.device_count())]
         node = ray.get_runtime_context().get_node_id()
         own = [gpu for place in self.places if place.node == node for gpu in place.gpus]
         return tuple(sorted(names.index(gpu) for gpu in own if gpu in names))
@@ -289,7 +297,10 @@ class LearnerGroup:
 
     def open_group(self, name: str, hosts: Sequence[str], num_receivers: int) -> GroupAddress:
         """Let rank 0 open a process group with servers on these hosts; return where they meet."""
-        here = "127.0.0.1" if self.is_here else ray.util.get_node_ip_address()
+        if self.is_here:
+            here = "127.0.0.1"
+        else:
+            here = ray.util.get_node_ip_address()
         hosts = [here if host in LOCAL_HOSTS else host for host in hosts]
         return self._call("sender.open_group", (name, hosts, num_receivers))[0]
 
@@ -319,7 +330,10 @@ class LearnerGroup:
             UserError: a rank could not start with what the user gave.
             LearnerLost: a rank died or failed. The others are ended, and every later call raises it too.
         """
-        given = args * len(self.workers) if len(args) == 1 else args or ((),) * len(self.workers)
+        if len(args) == 1:
+            given = args * len(self.workers)
+        else:
+            given = args or ((),) * len(self.workers)
         with self.lock, self._watched():
             if self._lost is not None:
                 raise self._lost
@@ -386,7 +400,10 @@ class LearnerGroup:
 
     def _failure(self, method: str, refs: Sequence[Any], rank: int, error: RayError) -> Exception:
         """End all ranks and return the error to raise: it names the rank that died or, if none did, failed first."""
-        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(error, RayTaskError):
+            cause = error.cause
+        else:
+            cause = error
         if isinstance(cause, UserError):
             return cause
         others = [ref for ref in refs if ref != refs[rank]]
@@ -405,7 +422,10 @@ class LearnerGroup:
         self._end_ranks()
         method = method.rpartition(".")[2]
         place = self.places[rank] if self.places else None
-        where = f" (process {place.pid} on {place.host})" if place else ""
+        if place:
+            where = f" (process {place.pid} on {place.host})"
+        else:
+            where = ""
         name = f"learner rank {rank} of {len(self.workers)}{where}"
         fault = ""
         if isinstance(error, RayActorError) and self.places:
@@ -415,7 +435,10 @@ class LearnerGroup:
         else:
             fault = what = f"failed in {method}: {end_of_traceback(str(error))}"
         if not self._is_joined:
-            flag = "--num-gpus" if self.device.type == "cuda" else "--num-learners"
+            if self.device.type == "cuda":
+                flag = "--num-gpus"
+            else:
+                flag = "--num-learners"
             return UserError(flag, "must start every learner process", name, what)
         if silent:
             what += f"; no answer from rank {', '.join(map(str, silent))}"
@@ -460,7 +483,10 @@ def start_ray(cluster: ClusterConfig, more_cpus: int = 0) -> bool:
         try:
             begin_ray("", num_cpus=cluster.num_ranks + more_cpus, num_gpus=cluster.num_gpus)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            flag = "--num-gpus" if cluster.num_gpus else "--num-learners"
+            if cluster.num_gpus:
+                flag = "--num-gpus"
+            else:
+                flag = "--num-learners"
             fix = f"set RAY_TMPDIR to a short path that can be written to ({first_line(error):.120})"
             raise UserError(flag, "must be able to start Ray on this host", cluster.num_ranks, fix) from error
         return True

@@ -64,7 +64,9 @@ class LearnerWorker:
     @ray.method(concurrency_group=HEARTBEAT)
     def heartbeat(self) -> int:
         """Return how many micro-batches this rank has begun, also while it works on one."""
-        return self._learner.num_batches_begun if self._learner else 0
+        if self._learner:
+            return self._learner.num_batches_begun
+        return 0
 
     def place(self) -> Place:
         """Return where this rank runs."""
@@ -96,10 +98,17 @@ class LearnerWorker:
         os.environ.update(variables)
         on_gpu = config.cluster.num_gpus > 0
         # Ray shows a rank only its own GPU, so it is always the first.
-        device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            device = torch.device("cuda", 0)
+        else:
+            device = torch.device("cpu")
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_on_node))
         torch.manual_seed(config.seed + rank)  # its own seed differs from process to process
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # offloaded tensors are reduced on the CPU
+        # offloaded tensors are reduced on the CPU
+        if on_gpu:
+            backend = "cpu:gloo,cuda:nccl"
+        else:
+            backend = "gloo"
         host, port = address
         if ip_address(host).is_loopback:  # all ranks are on this host
             use_loopback()
@@ -143,7 +152,9 @@ class LearnerWorker:
     def adapter(self) -> Adapter | None:
         """Return the low-rank updates on rank 0, and nothing on the others."""
         adapter = self.learner.adapter()
-        return adapter if self._rank == 0 else None
+        if self._rank == 0:
+            return adapter
+        return None
 
     def checkpoint(self, wait: bool) -> tuple[bool, str]:
         """Return whether writing has ended, and the reason if it failed ("" otherwise).

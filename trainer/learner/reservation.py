@@ -83,7 +83,10 @@ class Request:
         if not self.num_servers:
             return f"give {total} or less"
         most = total - self.for_servers
-        fewer = f"give {most} or less" if most > 0 else "give less --num-servers"
+        if most > 0:
+            fewer = f"give {most} or less"
+        else:
+            fewer = "give less --num-servers"
         return f"{fewer}, or --placement colocate"
 
 

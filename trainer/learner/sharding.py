@@ -68,7 +68,10 @@ def shard(model: PolicyModel, config: LearnerConfig, mesh: DeviceMesh, dtype: to
             block.forward = _compiled(block)
     recompute(model.blocks, config.recompute)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.offload == "all" else OffloadPolicy()
+    if config.offload == "all":
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    else:
+        offload = OffloadPolicy()
     reshards = config.reshard == "always" or (config.reshard == "auto" and mesh.size() > 1)
     for unit in model.units:
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshards)

@@ -126,7 +126,10 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         sums = StepSums.zero(int(turns), self.device)
         lr = self._set_lr()
         # The ratio compares with the policy before the step's first update. With one update, that is the policy itself.
-        old = self._score(minibatches, any_images, sums) if len(minibatches) * self.optim.epochs > 1 else None
+        if len(minibatches) * self.optim.epochs > 1:
+            old = self._score(minibatches, any_images, sums)
+        else:
+            old = None
         reference = self._score_reference(minibatches, any_images)
         for _ in range(self.optim.epochs):
             for samples in minibatches:
@@ -219,7 +222,10 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         with self.lock:
             any_images = self._max_over_ranks([float(any(s.images for s in samples))])[0] > 0
             self._forward([self._bins(self._rows(samples))], any_images, on_micro_batch)
-            mine = [total.item(), float(count)] if self._is_reporter else [0.0, 0.0]
+            if self._is_reporter:
+                mine = [total.item(), float(count)]
+            else:
+                mine = [0.0, 0.0]
             nats, tokens = reduce_over_ranks(mine, dist.ReduceOp.SUM, self.device)
             return nats, int(tokens)
 

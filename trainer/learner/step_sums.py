@@ -66,7 +66,10 @@ class StepSums:
         self.update_loss = self.update_loss + result.loss.detach()
         if result.ref_kl_max is not None:
             largest = result.ref_kl_max
-            self.ref_kl_max = largest if self.ref_kl_max is None else torch.maximum(self.ref_kl_max, largest)
+            if self.ref_kl_max is None:
+                self.ref_kl_max = largest
+            else:
+                self.ref_kl_max = torch.maximum(self.ref_kl_max, largest)
         for name, value in result.sums.items():
             self.objective[name] = self.objective.get(name, 0.0) + value
 
@@ -95,7 +98,10 @@ class StepSums:
         mine = torch.stack([self.loss, self.entropy, *self.objective.values()]).tolist()
         values = [*mine[:2], float(self.num_tokens_seen), *mine[2:], *self.logprob_sums.sums]
         loss, entropy, seen, *rest = reduce_over_ranks(values, dist.ReduceOp.SUM, self.device, group)
-        kl_max = -math.inf if self.ref_kl_max is None else self.ref_kl_max.item()
+        if self.ref_kl_max is None:
+            kl_max = -math.inf
+        else:
+            kl_max = self.ref_kl_max.item()
         most = [self.logprob_sums.largest, kl_max]
         largest, kl_max = reduce_over_ranks(most, dist.ReduceOp.MAX, self.device, group)
         gap = self.logprob_sums.stats(rest[len(names) :], largest)

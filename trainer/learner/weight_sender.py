@@ -92,7 +92,10 @@ class RankSender:
         """Open a new group on rank 0."""
         self.close_group()
         device = self.learner.device
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        if device.type == "cuda":
+            backend = "nccl"
+        else:
+            backend = "gloo"
         if dist.get_rank():
             return GroupAddress(name, "", 0, num_receivers + 1, backend)
         address = own_address(hosts)

@@ -88,10 +88,16 @@ def load_weights(
         UserError: there are no safetensors files, or a parameter is missing or has another shape.
     """
     _materialise(model, torch.device(device if weights_device is None else weights_device), torch.device(device))
-    source = CheckpointTensors(path) if model.architecture.names_are_saved else _ConvertedTensors(model, path)
+    if model.architecture.names_are_saved:
+        source = CheckpointTensors(path)
+    else:
+        source = _ConvertedTensors(model, path)
     with torch.no_grad():
         for names, parameter in _named(model):
-            rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if isinstance(parameter, DTensor):
+                rows = parameter.to_local()
+            else:
+                rows = parameter
             start, end = local_rows(parameter)
             if is_adapter(names[0]):
                 rows.copy_(initial_adapter(names[0], parameter.shape, seed)[start:end])
@@ -183,12 +189,16 @@ class CheckpointTensors:
     def rows(self, name: str, start: int, end: int) -> Tensor:
         """Return rows of a tensor; a scalar is returned whole."""
         part = self._file_of[name].get_slice(name)
-        return part[start:end] if part.get_shape() else self._file_of[name].get_tensor(name)
+        if part.get_shape():
+            return part[start:end]
+        return self._file_of[name].get_tensor(name)
 
     def dtype(self) -> torch.dtype:
         """Return a dtype that holds every value exactly."""
         kinds = {file.get_slice(name).get_dtype() for name, file in self._file_of.items()}
-        return torch.bfloat16 if kinds == {"BF16"} else torch.float32
+        if kinds == {"BF16"}:
+            return torch.bfloat16
+        return torch.float32
 
 
 class _ConvertedTensors:
@@ -214,7 +224,9 @@ class _ConvertedTensors:
     def rows(self, name: str, start: int, end: int) -> Tensor:
         """Return rows of a tensor; a scalar is returned whole."""
         tensor = self._tensors[name]
-        return tensor[start:end] if tensor.dim() else tensor
+        if tensor.dim():
+            return tensor[start:end]
+        return tensor
 
 
 def weight_files(path: str | Path) -> Sequence[Path]:

@@ -113,13 +113,25 @@ class Display:
     def step(self, row: Mapping[str, float], total: int) -> None:
         """Print the line of a training step, with the time that is left at the mean speed so far."""
         num_valid = round(row["valid_frac"] * row["episodes"])
-        valid = f"valid {num_valid}/{row['episodes']:.0f}  " if row["valid_frac"] < 1 else ""
-        filtered = f"filtered {row['groups_filtered']:.0f}  " if row.get("groups_filtered") else ""
-        stale = f"staleness {row['staleness/mean']:.2f}  " if row.get("staleness/max") else ""
+        if row["valid_frac"] < 1:
+            valid = f"valid {num_valid}/{row['episodes']:.0f}  "
+        else:
+            valid = ""
+        if row.get("groups_filtered"):
+            filtered = f"filtered {row['groups_filtered']:.0f}  "
+        else:
+            filtered = ""
+        if row.get("staleness/max"):
+            stale = f"staleness {row['staleness/mean']:.2f}  "
+        else:
+            stale = ""
         if stale and "idle/servers_time_frac" in row:
             stale += f"servers idle {row['idle/servers_time_frac']:.0%}  "
         training = [f"{label} {row[name]:{form}}  " for label, name, form in _TRAINING_COLUMNS if name in row]
-        train = f" train {row['train_s']:.1f}s" if "train_s" in row else ""
+        if "train_s" in row:
+            train = f" train {row['train_s']:.1f}s"
+        else:
+            train = ""
         left_s = (time.monotonic() - self._begun) / row["step"] * (total - row["step"])
         self.console.print(
             f"step {row['step']:>3.0f}/{total}  reward {row['reward']:.3f}  {valid}{filtered}turns {row['turns']:.2f}  "

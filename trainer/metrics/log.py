@@ -180,7 +180,9 @@ def faulty_tools(turn: Turn) -> list[str]:
 
 def _calls(turn: Turn) -> list[dict[str, Any]]:
     calls = turn.info.get("tool_calls")
-    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    if isinstance(calls, list):
+        return [call for call in calls if isinstance(call, dict)]
+    return []
 
 
 class MetricsLog:
@@ -263,7 +265,11 @@ class MetricsLog:
 
 def peak_memory_gib() -> float:
     """Return the largest resident memory of this process so far."""
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    # bytes there, KiB elsewhere
+    if sys.platform == "darwin":
+        unit = 1
+    else:
+        unit = 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 

@@ -63,7 +63,10 @@ class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = run.steps_done + 1 if run.steps_done else None
+        if run.steps_done:
+            purge = run.steps_done + 1
+        else:
+            purge = None
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
         text = "\n".join(f"    {line}" for line in json.dumps(run.config, indent=1, default=str).splitlines())
         self._writer.add_text("config", text, run.steps_done)

@@ -71,7 +71,10 @@ class Hardware:
             UserError: there is none, or a constant is missing, unknown or no number.
         """
         bundled = sorted(path.stem for path in BUNDLED.glob("*.json"))
-        path = BUNDLED / f"{name}.json" if str(name) in bundled else Path(name)
+        if str(name) in bundled:
+            path = BUNDLED / f"{name}.json"
+        else:
+            path = Path(name)
         try:
             return cls.of(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:

@@ -108,7 +108,10 @@ class Search:
         `whole_copy`: the first rank also holds all weights once in bfloat16, which a push needs that does not stream.
         """
         longest = self.speed.workload.longest
-        copy = COMPUTE_BYTES * self.speed.shape.parameters if whole_copy and num_ranks > 1 else 0
+        if whole_copy and num_ranks > 1:
+            copy = COMPUTE_BYTES * self.speed.shape.parameters
+        else:
+            copy = 0
         micro_batches = [tokens for tokens in MICRO_BATCHES if tokens >= longest] or [longest]
         for (recompute, reshards, offloads), tokens in itertools.product(WAYS, micro_batches):
             learner = LearnerLayout(num_ranks, tokens, recompute, reshards and num_ranks > 1, offloads)
@@ -143,7 +146,10 @@ class Search:
     def _candidates(self, num_gpus: int) -> Iterator[PlannedLayout | str]:
         """Yield the layouts of at most so many GPUs, or why one does not fit."""
         wanted = self.speed.schedule
-        sizes = [wanted.tensor_parallel] if wanted.tensor_parallel else self._server_sizes()
+        if wanted.tensor_parallel:
+            sizes = [wanted.tensor_parallel]
+        else:
+            sizes = self._server_sizes()
         for ranks, size in itertools.product(ladder(num_gpus), sizes):
             if size > self.speed.hardware.gpus_per_host:
                 continue
@@ -159,11 +165,17 @@ class Search:
 
     def _first(self, placement: Literal["colocate", "split"], ranks: int, count: int, size: int) -> PlannedLayout | str:
         """Return the layout with the first transport whose copies of the weights fit, in the order of a run."""
-        used = ranks if placement == "colocate" else ranks + count * size
+        if placement == "colocate":
+            used = ranks
+        else:
+            used = ranks + count * size
         is_one_host = used <= self.speed.hardware.gpus_per_host
         transports: list[Transport] = ["ipc", "nccl"] if is_one_host else ["nccl"]
         if placement == "colocate":  # NCCL has no two processes on one GPU
-            transports = ["ipc"] if is_one_host else ["disk"]
+            if is_one_host:
+                transports = ["ipc"]
+            else:
+                transports = ["disk"]
         if self.speed.schedule.sync != "auto":
             transports = [self.speed.schedule.sync]
         made = [self.layout(placement, ranks, count, size, transport) for transport in transports]
@@ -186,7 +198,10 @@ class Search:
         least_gib = min(self.estimate(learner).total for learner in saving) / GIB
         more = (number for number in ladder(MOST_GPUS) if number > num_ranks and self.learner(number, whole_copy=False))
         nearest = next(more, None)
-        fix = f"{nearest} learners do" if nearest else "no number does: give shorter episodes"
+        if nearest:
+            fix = f"{nearest} learners do"
+        else:
+            fix = "no number does: give shorter episodes"
         return f"a learner of {num_ranks} needs {least_gib:.0f} of {gpu_gib:g} GiB; {fix}"
 
     def _server_too_large(self, tensor_parallel: int, room_gib: float) -> str:
@@ -196,7 +211,10 @@ class Search:
         cache = COMPUTE_BYTES * shape.cache_values * longest / min(tensor_parallel, shape.kv_heads)
         needed = (weights + cache) / GIB
         fitting = [size for size in (1, 2, 4, 8) if self.cache_tokens(size, room_gib) >= longest]
-        fix = f"--tensor-parallel {fitting[0]} does" if fitting else "no --tensor-parallel up to 8 does"
+        if fitting:
+            fix = f"--tensor-parallel {fitting[0]} does"
+        else:
+            fix = "no --tensor-parallel up to 8 does"
         return f"a server of {tensor_parallel} GPUs needs {needed:.0f} GiB on each and may take {room_gib:.0f}; {fix}"
 
 

@@ -149,10 +149,16 @@ def estimate(model: PolicyModel, plan: Plan) -> MemoryEstimate:
     gradients = _share(4 * count.trained, plan.num_gpus)
     optimizer = _share(8 * count.trained, plan.num_gpus)
     # While one unit is used, the next one is gathered.
-    units = count.largest_unit + count.next_unit if plan.reshards else count.units
+    if plan.reshards:
+        units = count.largest_unit + count.next_unit
+    else:
+        units = count.units
     gathered = size * (count.root + units)
     # Gradients have the compute dtype; ranks sum a float32 copy of one unit at a time, or of all units.
-    summed = count.trained if plan.reshard == "never" else max(count.trained_root, count.largest_trained_unit)
+    if plan.reshard == "never":
+        summed = count.trained
+    else:
+        summed = max(count.trained_root, count.largest_trained_unit)
     whole = size * (count.trained_root + count.largest_trained_unit) + 4 * summed
     activations = _activations(model, plan)
     logits = _logits(model, plan)
@@ -181,7 +187,10 @@ def memory_table(networks: MetaNetworks, plan: Plan, lora_rank: int, memory_gib:
     for trained, learner in choices.items():
         for recompute in (0.0, 0.5, 1.0):
             found = estimate(networks.trained(learner), replace(plan, recompute=recompute))
-            fits = "yes" if found.total <= memory_gib * GIB else "no"
+            if found.total <= memory_gib * GIB:
+                fits = "yes"
+            else:
+                fits = "no"
             cells = " ".join(f"{getattr(found, name) / GIB:>11.1f}" for name in _COLUMNS)
             lines.append(f"{trained:<10} {recompute:>10.0%} {cells}  {fits}")
     return "\n".join(lines)
@@ -253,5 +262,8 @@ def _logits(model: PolicyModel, plan: Plan) -> int:
     """
     weight: Any = model.backbone.lm_head.weight  # type: ignore[union-attr]
     chunk = min(CHUNK_VALUES, plan.tokens * weight.shape[0])
-    gradient = 4 * weight.numel() if weight.requires_grad else 0
+    if weight.requires_grad:
+        gradient = 4 * weight.numel()
+    else:
+        gradient = 0
     return (8 + plan.compute_bytes) * chunk + gradient

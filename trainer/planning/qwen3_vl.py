@@ -22,7 +22,9 @@ QWEN3_VL = (*DENSE, *MIXTURES)
 
 def hub_id(name: str) -> str:
     """Return the hub id of one of `QWEN3_VL`; another model is named as it is."""
-    return f"Qwen/Qwen3-VL-{name.upper()}-Instruct" if name in QWEN3_VL else name
+    if name in QWEN3_VL:
+        return f"Qwen/Qwen3-VL-{name.upper()}-Instruct"
+    return name
 
 
 def qwen3_vl_config(name: str) -> Any:

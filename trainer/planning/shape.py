@@ -38,8 +38,14 @@ class ModelShape:
         vision = getattr(config, "vision_config", None)
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         num_experts = getattr(text, "num_experts", 0) or 0
-        expert = 3 * text.hidden_size * getattr(text, "moe_intermediate_size", 0) if num_experts else 0
-        patches = vision.spatial_merge_size**2 if vision else 0
+        if num_experts:
+            expert = 3 * text.hidden_size * getattr(text, "moe_intermediate_size", 0)
+        else:
+            expert = 0
+        if vision:
+            patches = vision.spatial_merge_size**2
+        else:
+            patches = 0
         return cls(
             parameters=parameters,
             dense=decoder_weights(text, size) + text.num_hidden_layers * text.hidden_size * num_experts,
@@ -90,7 +96,10 @@ def decoder_weights(text: Any, head_size: int) -> int:
     """Return the entries of the decoder's matrices; embedding, output layer and experts are left out."""
     queries = text.num_attention_heads * head_size
     keys = text.num_key_value_heads * head_size
-    mlp = 0 if getattr(text, "num_experts", 0) else 3 * text.hidden_size * text.intermediate_size
+    if getattr(text, "num_experts", 0):
+        mlp = 0
+    else:
+        mlp = 3 * text.hidden_size * text.intermediate_size
     return text.num_hidden_layers * (text.hidden_size * (2 * queries + 2 * keys) + mlp)
 
 

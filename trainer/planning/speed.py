@@ -210,7 +210,10 @@ class Speed:
         ahead = schedule.max_staleness + 1
         train_s = self.train_s(layout.learner)
         sync_s = self.sync_s(layout)
-        released_s = self.hardware.release_s if layout.placement == "colocate" else 0.0
+        if layout.placement == "colocate":
+            released_s = self.hardware.release_s
+        else:
+            released_s = 0.0
         reading_s = self.reading_s(layout) + self.read_again_s(layout)
         busy = {
             "learner": train_s + sync_s,
@@ -221,7 +224,10 @@ class Speed:
         waited_s = (self.latency_s(layout) + self.reading_s(layout)) / ahead + self.read_again_s(layout)
         limit = max(busy, key=lambda name: busy[name])
         # Servers that share GPUs with the learner stand still while it trains.
-        still_s = train_s + released_s if layout.placement == "colocate" else 0.0
+        if layout.placement == "colocate":
+            still_s = train_s + released_s
+        else:
+            still_s = 0.0
         step_s = max(train_s + sync_s + released_s + waited_s, busy["servers"] + still_s, busy[limit])
         samples_per_s = schedule.episodes / step_s
         return Forecast(
@@ -242,7 +248,10 @@ class Speed:
         reading = (weights + cache) / (1e9 * machine.memory_gb_s)
         flops = shape.read_flops(rows, cached, 0) + shape.head_flops(rows)
         computing = flops / (1e12 * machine.prefill_tflops * tensor_parallel)
-        sums = 2 * shape.layers * machine.collective_s if tensor_parallel > 1 else 0.0
+        if tensor_parallel > 1:
+            sums = 2 * shape.layers * machine.collective_s
+        else:
+            sums = 0.0
         return max(reading, computing) + machine.decode_step_s + machine.decode_row_s * rows + sums
 
     def latency_s(self, layout: PlannedLayout) -> float:
@@ -270,7 +279,10 @@ class Speed:
         work = self.workload
         problems = self.schedule.problems_per_step / layout.num_servers
         observed = self.schedule.episodes / layout.num_servers * (work.turns - 1) * work.observation_tokens
-        images = self.hardware.image_s if work.image_tokens else 0.0
+        if work.image_tokens:
+            images = self.hardware.image_s
+        else:
+            images = 0.0
         prompt = work.prompt_tokens + work.image_tokens
         prompt_s = self._prefill_s(prompt, triangle(prompt), work.image_tokens, layout)
         return problems * (prompt_s + images) + self._prefill_s(observed, observed * self._half_stream, 0, layout)
@@ -311,7 +323,10 @@ class Speed:
         ranks = learner.num_ranks
         machine = self.hardware
         size = self.shape.parameters
-        moved = 2 * 8 * size / ranks / (1e9 * machine.offload_gb_s) if learner.offloads else 0.0
+        if learner.offloads:
+            moved = 2 * 8 * size / ranks / (1e9 * machine.offload_gb_s)
+        else:
+            moved = 0.0
         if ranks == 1:
             return moved
         gathered = COMPUTE_BYTES + GRADIENT_BYTES
@@ -326,7 +341,10 @@ class Speed:
         ranks = layout.learner.num_ranks
         rates = {"ipc": machine.ipc_gb_s, "nccl": machine.nccl_gb_s, "disk": machine.disk_gb_s}
         size = COMPUTE_BYTES * self.shape.parameters / 1e9
-        gather = size / self._link(ranks) if ranks > 1 else 0.0
+        if ranks > 1:
+            gather = size / self._link(ranks)
+        else:
+            gather = 0.0
         return machine.push_s + gather + size / rates[layout.transport]
 
     @property
@@ -352,4 +370,6 @@ class Speed:
     def _link(self, ranks: int) -> float:
         """Return 1e9 bytes a second between ranks that may be on several hosts."""
         machine = self.hardware
-        return machine.link_gb_s if ranks <= machine.gpus_per_host else min(machine.link_gb_s, machine.network_gb_s)
+        if ranks <= machine.gpus_per_host:
+            return machine.link_gb_s
+        return min(machine.link_gb_s, machine.network_gb_s)

@@ -82,7 +82,10 @@ class ConfigChecks:
         config = self.config
         num_trained = Parameters.of(self.networks.trained(config.learner)).trained
         need = DiskNeed.of(config, self.networks.num_parameters, num_trained, config.uses_servers)
-        urls = config.engine.engine_url if config.plays else ()
+        if config.plays:
+            urls = config.engine.engine_url
+        else:
+            urls = ()
         others = [urlsplit(url).hostname or url for url in urls]
         others = [host for host in others if host not in LOCAL_HOSTS]
         others += [f"the cluster at {config.cluster.ray_address}"] if config.cluster.ray_address else []
@@ -97,7 +100,10 @@ class ConfigChecks:
     def chat_template(self) -> Verdict:
         """Check the chat template: whether the renderer accepts it, and whether it follows its family's conventions."""
         departures = check_conventions(self.renderer, self.network_config.model_type)
-        teaches = "teaches tools" if self.renderer.teaches_tools else "knows no tools, which are described for it"
+        if self.renderer.teaches_tools:
+            teaches = "teaches tools"
+        else:
+            teaches = "knows no tools, which are described for it"
         if self.renderer.tool_template is not self.renderer.template:
             teaches += "; the template tool_use is for conversations with tools, default for others"
         found = f"closes a turn with {self.renderer.closer}, {teaches}"

@@ -131,7 +131,10 @@ def scratch_folder(out: Path) -> Iterator[Path]:
     made = [path for path in (out, *out.parents) if not path.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        parent = out if os.access(out, os.W_OK) else Path(tempfile.gettempdir())
+        if os.access(out, os.W_OK):
+            parent = out
+        else:
+            parent = Path(tempfile.gettempdir())
     except OSError:
         parent = Path(tempfile.gettempdir())
     folder = parent.absolute() / name

@@ -62,7 +62,10 @@ class EngineChecks:
         """Return which engine runs, and what is not known of the releases of its servers."""
         engine = self.prepared.context.engine
         servers = servers_of(engine)
-        clients = [server.client for server in servers.servers.up] if servers else []
+        if servers:
+            clients = [server.client for server in servers.servers.up]
+        else:
+            clients = []
         shown = ", ".join(sorted({client.release_name for client in clients if client.release_name}))
         doubts = check_releases(client.doubt for client in clients)
         return combine([ok(f"{type(engine).__name__} runs {shown}".strip()), *doubts])
@@ -89,7 +92,10 @@ class EngineChecks:
         worst = max(scores, key=lambda score: self._text_gap(stream.ids, score, learner))
         places = text_places(stream.ids, prepared.context.facts.image_token_id)
         verdict = check_scores([worst[places]], [learner[places]], prepared.context.config.model.dtype, "the learner's")
-        fix = "the engine runs other weights" if name == "text" else "other vision weights, or other pixels"
+        if name == "text":
+            fix = "the engine runs other weights"
+        else:
+            fix = "other vision weights, or other pixels"
         return replace(verdict, found=f"on {name}, {verdict.found}", fix=fix if verdict.fix else "")
 
     def _text_gap(self, ids: Sequence[int], one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
@@ -120,7 +126,9 @@ class EngineChecks:
             return broken or skipped("the engine wrote no token")
         stats = await self._step(self.played)
         verdict = check_agreement(stats, context.config.engine.probe_tolerance, await self._differing_parts())
-        return combine([verdict, broken]) if broken else verdict
+        if broken:
+            return combine([verdict, broken])
+        return verdict
 
     async def _step(self, episodes: Sequence[Trajectory], advantages: Sequence[float] | None = None) -> StepStats:
         """Return the statistics of the learner's step on episodes; without advantages it learns nothing."""

@@ -46,12 +46,24 @@ class Comparison:
             return [f"against {other}: there are no figures of training to compare with"]
         if not self.differing:
             named = ", ".join(_FIRST)
-            steps = f"all {self.num_steps} steps" if self.num_steps > 1 else "the step"
+            if self.num_steps > 1:
+                steps = f"all {self.num_steps} steps"
+            else:
+                steps = "the step"
             return [f"against {other}: {named} and all {self.num_figures} figures are equal to the bit in {steps}"]
-        same = "the first step" if self.num_equal == 1 else f"the first {self.num_equal} steps"
-        before = f"equal to the bit in {same}; " if self.num_equal else ""
+        if self.num_equal == 1:
+            same = "the first step"
+        else:
+            same = f"the first {self.num_equal} steps"
+        if self.num_equal:
+            before = f"equal to the bit in {same}; "
+        else:
+            before = ""
         shown = sorted(self.differing.items(), key=lambda item: item[0] not in _FIRST)
-        more = f", and {len(shown) - MAX_SHOWN} more figures" if len(shown) > MAX_SHOWN else ""
+        if len(shown) > MAX_SHOWN:
+            more = f", and {len(shown) - MAX_SHOWN} more figures"
+        else:
+            more = ""
         parts = [f"{name} {_pair(there, here)}" for name, (there, here) in shown[:MAX_SHOWN]]
         return [f"against {other}: {before}step {self.num_equal + 1} differs: {'; '.join(parts)}{more}"]
 
@@ -91,7 +103,9 @@ def other_settings(config: RunConfig, base: RunConfig) -> list[str]:
 def _flag(flag: str, old: object, new: object) -> str:
     """Return a flag as it is given here, with the other run's value."""
     if isinstance(new, bool):
-        return flag if new else f"--no-{flag.removeprefix('--')}"
+        if new:
+            return flag
+        return f"--no-{flag.removeprefix('--')}"
     return f"{flag} {new} (there {one_line(str(old), 200)})"
 
 

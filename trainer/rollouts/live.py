@@ -188,7 +188,9 @@ class LiveRollouts:
         passed_s = time.perf_counter() - self._step_began
         busy_s = self.context.weight_sync.transport.busy_s
         shares = [1 - (now - then) / passed_s for now, then in zip(busy_s, self._busy_before_s, strict=False)]
-        return {"idle/servers_time_frac": sum(shares) / len(shares)} if shares else {}
+        if shares:
+            return {"idle/servers_time_frac": sum(shares) / len(shares)}
+        return {}
 
     def state(self) -> ManagerState:
         """Return the number of the next problem, and the groups in flight."""
@@ -240,7 +242,10 @@ class LiveRollouts:
 
     def _report(self, name: str, way: Way, player: ProblemPlayer, found: Evaluation) -> None:
         estimate = found.estimate(found.main)
-        value = f"{estimate.value:.3f}" if estimate else "no valid episode"
+        if estimate:
+            value = f"{estimate.value:.3f}"
+        else:
+            value = "no valid episode"
         logger.info(f"{name}: {'' if found.accuracy else 'mean reward '}{value} {way.title}")
         doubt = player.doubt(self.context.spec, found)
         if doubt and not self._has_doubted:
@@ -291,7 +296,10 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
             problems = _load_problems(config, spec, build_env, renderer)
         with start.clock.stage("the learner"):
             sampling = sampling_params(renderer, config.rollout.temperature)
-            plan = config if config.trains else plan_to_read(config)
+            if config.trains:
+                plan = config
+            else:
+                plan = plan_to_read(config)
             plan = with_compile_chosen(plan, model_path, plan.most_tokens_trained)
             learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup, room)
         write_text(folder / ENVIRONMENT, json_text(spec))

@@ -69,7 +69,10 @@ class RecordedContext(RunContext):
         differing = [
             f"{name} {own} (there {recorded.get(name)})" for name, own in here.items() if own != recorded.get(name)
         ]
-        notes = [f"settings other than in {other}: {', '.join(settings)}"] if settings else []
+        if settings:
+            notes = [f"settings other than in {other}: {', '.join(settings)}"]
+        else:
+            notes = []
         notes += [f"versions other than in {other}: {', '.join(differing)}"] if differing else []
         return [*notes, f"{self.recorded.num_episodes} episodes of {steps} steps recorded in {other}"]
 
@@ -137,7 +140,9 @@ def recorded_settings(run: Path, step: int) -> RunConfig:
     """Return the settings that a recorded run had in a step. Raises `UserError` where the folder has none."""
     found_folder(run, "--replay-rollouts")
     parts = parts_until(run, step)
-    return parts[-1].read(RunConfig) if parts else read_config(run / CONFIG)
+    if parts:
+        return parts[-1].read(RunConfig)
+    return read_config(run / CONFIG)
 
 
 def check_read(config: RunConfig, base: RunConfig) -> None:

@@ -65,8 +65,14 @@ class RecordedSteps:
         recording = Recording.open(run)
         rows = read_rows(run / METRICS)
         if num_steps > len(rows):
-            there = f"the {len(rows)} steps" if len(rows) != 1 else "the only step"
-            fix = f"give --steps {len(rows)}" if rows else "give a run that has taken a step"
+            if len(rows) != 1:
+                there = f"the {len(rows)} steps"
+            else:
+                there = "the only step"
+            if rows:
+                fix = f"give --steps {len(rows)}"
+            else:
+                fix = "give a run that has taken a step"
             raise UserError("--steps", f"must be at most {there} that {run} has recorded", num_steps, fix)
         outcomes = {id: outcome for id, outcome in recording.outcomes().items() if 1 <= outcome.step <= num_steps}
         found = dict[str, RecordedEpisode]()
@@ -99,7 +105,10 @@ class RecordedSteps:
             wanted = row.get("groups_trained")
             if num_whole != wanted:
                 fix = "record all of them (--record 1)" + (f", or give --steps {step - 1}" if step > 1 else "")
-                got = f"{num_whole} of {wanted:g} in step {step}" if wanted is not None else f"no count in step {step}"
+                if wanted is not None:
+                    got = f"{num_whole} of {wanted:g} in step {step}"
+                else:
+                    got = f"no count in step {step}"
                 raise UserError(str(self.run), "must have recorded every group that was trained on", got, fix)
 
     @property
@@ -116,7 +125,10 @@ class RecordedSteps:
             if not coming:
                 break
             if episode := coming.pop(end, None):
-                shown = images if episode.fate == TRAIN else None
+                if episode.fate == TRAIN:
+                    shown = images
+                else:
+                    shown = None
                 by_fate[episode.fate][episode.group].append(self.recording.trajectory(record, shown))
         discarded = by_fate[DISCARDED]
         return StepRollout(

@@ -48,10 +48,16 @@ class RecordingCheck:
         if own != recorded:
             raise UserError("--model", f"must have the recorded chat template ({recorded})", own, _FIX)
         for token_id, text in self.recording.tokens().items():
-            found = self.renderer.encoder.spell(token_id) if token_id < self.vocabulary_size else None
+            if token_id < self.vocabulary_size:
+                found = self.renderer.encoder.spell(token_id)
+            else:
+                found = None
             if found != text:
                 rule = f"must read id {token_id} as {_shown(text)}, as recorded"
-                got = "no such id" if found is None else _shown(found)
+                if found is None:
+                    got = "no such id"
+                else:
+                    got = _shown(found)
                 raise UserError("--model", rule, got, _FIX)
 
     def episode(self, episode: EpisodeRecord) -> dict[str, int]:

@@ -29,7 +29,10 @@ def run_card(
     """Return the card of the weights after a step of a run that has ended; `parts` are its settings until then."""
     _, config = parts[-1]
     names: Ways = next(iter(curve.values()), {})
-    figure = next(iter(names.values())).main if names else "accuracy"
+    if names:
+        figure = next(iter(names.values())).main
+    else:
+        figure = "accuracy"
     figures = (f"Held-out {title(figure)} [95 % interval]", figure_table(curve, step, figure))
     curves = ("Over the steps", curve_table(curve, rows, figure))
     return ModelCard(
@@ -68,14 +71,20 @@ def curve_table(curve: Curve, rows: Sequence[Mapping[str, float]], figure: Figur
     table = [["step", f"reward, mean of {WINDOW} steps", *(f"{title(figure)} {title(way)}" for way in names)]]
     for step in sorted({*_spread(list(rewards)), *_spread(sorted(curve))}):
         window = [rewards[each] for each in range(step - WINDOW + 1, step + 1) if each in rewards]
-        reward = f"{sum(window) / len(window):.3f}" if window else ""
+        if window:
+            reward = f"{sum(window) / len(window):.3f}"
+        else:
+            reward = ""
         ways = curve.get(step, {})
         table.append([str(step), reward, *(_cell(ways, way, figure) for way in names)])
     return table
 
 
 def _cell(ways: Ways, way: str, figure: Figure) -> str:
-    estimate = ways[way].estimate(figure) if way in ways else None
+    if way in ways:
+        estimate = ways[way].estimate(figure)
+    else:
+        estimate = None
     return str(estimate or "")
 
 

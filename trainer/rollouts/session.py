@@ -75,9 +75,15 @@ class TrainingSession(RunSession[LoopState]):
         config = context.config
         folder = context.folder
         seed_random(derive_seed(config.seed, "generators"))
-        state = read_loop_state(context.checkpoint) if context.checkpoint else LoopState()
+        if context.checkpoint:
+            state = read_loop_state(context.checkpoint)
+        else:
+            state = LoopState()
         settings = {**config.model_dump(mode="json"), "registry_entry": context.spec.model_dump(mode="json")}
-        kept = config.checkpoint if config.trains else CheckpointConfig(save_every=0)
+        if config.trains:
+            kept = config.checkpoint
+        else:
+            kept = CheckpointConfig(save_every=0)
         super().__init__(folder, context.learner, state, config.steps, settings, config.log, kept, display)
         for change in keep_settings(folder, state.step, config):
             logger.info(change)
@@ -97,7 +103,10 @@ class TrainingSession(RunSession[LoopState]):
         #: What the best step and patience go by.
         self.figure: Figure = figure_of(config.evaluation, context.spec)
         best = resume_best(folder, self.evaluations, state.step)
-        self.best = best.by(self.figure, self.evaluations) if best and config.evaluation.eval_every else None
+        if best and config.evaluation.eval_every:
+            self.best = best.by(self.figure, self.evaluations)
+        else:
+            self.best = None
         self.ends = Counter(state.ends)
         self._faults = set(state.faults)
         self._group_outcomes = Counter(state.group_outcomes)
@@ -178,10 +187,15 @@ class TrainingSession(RunSession[LoopState]):
             self.display.fault(trajectory, self._faults)
 
         found = await self.rollouts.evaluate(name, self.display, on_episode)
-        self._recorded_s = self.recorder.seconds if self.recorder else 0.0
+        if self.recorder:
+            self._recorded_s = self.recorder.seconds
+        else:
+            self._recorded_s = 0.0
         if found and self.config.evaluation.eval_every:
             await self.complete(asyncio.to_thread(self._keep_best, found))
-        return {self.step: found} if found else {}
+        if found:
+            return {self.step: found}
+        return {}
 
     def _keep_best(self, found: Ways) -> None:
         """Write the policy as the best one, if its figure is above that of all others."""
@@ -194,7 +208,10 @@ class TrainingSession(RunSession[LoopState]):
             return
         is_known = best is not None and best.step <= (self.checkpoints.newest_step or 0)
         try:
-            aside = self.folder / BEFORE if is_known else None
+            if is_known:
+                aside = self.folder / BEFORE
+            else:
+                aside = None
             self.context.save_model(self.folder / BEST, new.files(), aside)
         except OSError as error:
             logger.warning(f"the best model so far, of step {self.step}, could not be written: {error}")
@@ -263,7 +280,10 @@ class TrainingSession(RunSession[LoopState]):
     ) -> None:
         """Log and print the step, and end it unless an evaluation is due; begin a checkpoint where one is due."""
         # Where episodes never stop, a step has played for as long as it lasted.
-        played_s = clock.total_s if self.config.rollout.max_staleness else clock.seconds["rollout_s"]
+        if self.config.rollout.max_staleness:
+            played_s = clock.total_s
+        else:
+            played_s = clock.seconds["rollout_s"]
         metrics = rollout_metrics(rollout, self.context.spec.max_turns, played_s) | clock.seconds
         if push:
             # Whole streams, though a prompt that several samples share is read once.
@@ -291,7 +311,10 @@ class TrainingSession(RunSession[LoopState]):
     async def _log_step(self, metrics: Mapping[str, float]) -> None:
         """Log and print a step, and end it; if its evaluation is due, it can be resumed from here."""
         self.context.start.clock.end("the first step")
-        num_bytes = self.log.size() if self.is_evaluated else 0
+        if self.is_evaluated:
+            num_bytes = self.log.size()
+        else:
+            num_bytes = 0
         self.display.step(self.log.write(self.step, metrics), self.num_steps)
         if self.is_evaluated:
             self.state = replace(self.state_now(), metrics_bytes=num_bytes, unfinished_row=metrics)
@@ -307,7 +330,10 @@ class TrainingSession(RunSession[LoopState]):
         elif all(group.is_dropped for group in rollout.groups):
             see = check_command(self.config.env, self.config.data)
             is_rewards = any(t.end_reason is EndReason.REWARD_ERROR for t in rollout.played)
-            fix = "fix the reward function" if is_rewards else f"see {see}"
+            if is_rewards:
+                fix = "fix the reward function"
+            else:
+                fix = f"see {see}"
             logger.warning(f"nothing to learn from: no group has two valid episodes; {fix}")
         elif stats and not stats.num_updates:
             logger.warning(f"step {self.step} made no update: {why_no_update(rollout, stats)}")
@@ -322,8 +348,14 @@ class TrainingSession(RunSession[LoopState]):
         if len(lost) < min(self.config.rollout.max_lost_steps, self.num_steps):
             return
         errors = Counter(located_line(t.error) for t in rollout.played if t.error and not t.end_reason.is_valid)
-        cause = errors.most_common(1)[0][0] if errors else NOT_FINITE
-        which = f"{counted(len(lost), 'step')} in a row" if len(lost) > 1 else f"step {self.step}"
+        if errors:
+            cause = errors.most_common(1)[0][0]
+        else:
+            cause = NOT_FINITE
+        if len(lost) > 1:
+            which = f"{counted(len(lost), 'step')} in a row"
+        else:
+            which = f"step {self.step}"
         raise LostSteps(f"nothing was learnt in {which}: {cause}")
 
     def state_now(self) -> LoopState:

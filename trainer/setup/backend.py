@@ -49,7 +49,10 @@ def prepare_backend(cluster: ClusterConfig, model: ModelConfig, learner: Learner
 def check_backend(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig, network: Any) -> None:
     """Raise `UserError` if the backend cannot train the network of a Transformers configuration as configured here."""
     if cluster.backend == "megatron":
-        flag = "--num-learners" if cluster.num_learners else "--num-gpus"
+        if cluster.num_learners:
+            flag = "--num-learners"
+        else:
+            flag = "--num-gpus"
         check_layout(Layout.of(cluster), max(1, cluster.num_ranks), network, flag)
         _check_settings(cluster, model, learner)
         _check_host(cluster, model)
@@ -58,7 +61,10 @@ def check_backend(cluster: ClusterConfig, model: ModelConfig, learner: LearnerCo
 def fallbacks(learner: LearnerConfig) -> list[str]:
     """Return a line for each thing that `--backend megatron` does in another way than FSDP2."""
     lines = ["--backend megatron reads a prompt once for each of its samples: its packed streams cannot share one"]
-    unread = [] if learner.reshard == "auto" else ["--backend megatron does not read --reshard, which is FSDP2's"]
+    if learner.reshard == "auto":
+        unread = []
+    else:
+        unread = ["--backend megatron does not read --reshard, which is FSDP2's"]
     return lines + unread
 
 
@@ -87,7 +93,10 @@ def _check_host(cluster: ClusterConfig, model: ModelConfig) -> None:
         fix = f"pip install 'transformers<{FIRST_WITHOUT}'"
         raise UserError("--backend megatron", rule, importlib.metadata.version("transformers"), fix)
     if cluster.num_learners or not (cluster.num_gpus or model.device.split(":")[0] == "cuda"):
-        got = f"--num-learners {cluster.num_learners}" if cluster.num_learners else f"--device {model.device}"
+        if cluster.num_learners:
+            got = f"--num-learners {cluster.num_learners}"
+        else:
+            got = f"--device {model.device}"
         raise UserError("--backend megatron", "needs GPUs", got, "give --num-gpus, or --device cuda for one GPU")
     if not cluster.num_gpus and not torch.cuda.is_available():
         raise UserError("--backend megatron", "needs a GPU that torch sees", "none", "leave it out: FSDP2 runs on CPUs")

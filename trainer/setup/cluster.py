@@ -49,7 +49,10 @@ class ClusterRoom:
                 cleanup.callback(_give_back, group)
         self._group: LearnerGroup | None = None
         self.launcher = RayLauncher(servers, cluster.num_gpus > 0, self._places)
-        own = f"{request.kind}s of their own" if self.is_split else f"the learner's {request.kind}s"
+        if self.is_split:
+            own = f"{request.kind}s of their own"
+        else:
+            own = f"the learner's {request.kind}s"
         logger.info(f"{engine.num_servers} servers on {own}; the learner has {cluster.num_ranks} of the cluster's")
 
     def hold(self, group: LearnerGroup) -> None:

@@ -75,8 +75,14 @@ def start_learner(
         device = torch.device(config.model.device)
         learner = build_learner(config, model_path, sampling, device)
         on_gpu = device.type == "cuda"
-        gpus = (torch.cuda.current_device(),) if on_gpu else ()
-        share = partial(share_weights, learner) if on_gpu else None
+        if on_gpu:
+            gpus = (torch.cuda.current_device(),)
+        else:
+            gpus = ()
+        if on_gpu:
+            share = partial(share_weights, learner)
+        else:
+            share = None
         return StartedLearner(learner, share, RankSender(learner), gpus)
     from trainer.learner.ray_group import LearnerGroup
 

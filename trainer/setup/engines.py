@@ -72,10 +72,16 @@ def own_servers(
     if not config.starts_servers:
         return None
     gpus = tuple(range(num_gpus or int(learner_device(config).type == "cuda")))
-    first_gpu = 0 if room else place_servers(engine, gpus, engine.placement)
+    if room:
+        first_gpu = 0
+    else:
+        first_gpu = place_servers(engine, gpus, engine.placement)
     most = config.rollout.max_sessions(config.data.eval_size or 0)
     colocated = engine.placement == "colocate"
-    shares = not room.is_split if room else colocated or bool(shared_gpus(engine, gpus, torch.cuda.device_count()))
+    if room:
+        shares = not room.is_split
+    else:
+        shares = colocated or bool(shared_gpus(engine, gpus, torch.cuda.device_count()))
     settings = server_settings(engine, config.model, model_path, first_gpu, most, folder / "servers", shares)
     settings = replace(settings, frees_memory=colocated, keeps_kv_cache=config.rollout.keep_kv_cache)
     launcher = room.launcher if room else None
@@ -108,7 +114,10 @@ def build_transport(
     if servers is None:
         return DiskTransport(learner.learner, engine, folder / "sync")
     merged = servers_transport(config.engine, facts, learner, servers, folder / "sync")
-    merged.checks = WeightChecks(servers, learner.sender) if facts.names_are_saved else None
+    if facts.names_are_saved:
+        merged.checks = WeightChecks(servers, learner.sender)
+    else:
+        merged.checks = None
     return adapters_alone(merged, config.engine.sync, trains_adapters=config.learner.lora_rank > 0)
 
 
@@ -121,7 +130,10 @@ def _other_engine(
 ) -> TrainableEngine:
     """Return an engine whose servers, if it has any, the run does not start."""
     first_gpu = place_servers(config.engine, learner.gpus_here)
-    device = f"cuda:{first_gpu}" if config.cluster.num_gpus else config.model.device
+    if config.cluster.num_gpus:
+        device = f"cuda:{first_gpu}"
+    else:
+        device = config.model.device
     return build_engine(
         config.engine,
         config.model.model_copy(update={"device": device}),
@@ -208,7 +220,10 @@ def servers_transport(
     has_names = facts.names_are_saved
     on_gpu = learner.learner.device.type == "cuda"
     able = engine.capabilities.weights
-    share_weights = learner.share_weights if has_names and "ipc" in able else None
+    if has_names and "ipc" in able:
+        share_weights = learner.share_weights
+    else:
+        share_weights = None
     if config.sync == "ipc" and share_weights is None:
         rule = "needs servers that are started here, a learner on a GPU here, and a network saved under its own names"
         raise UserError("--sync ipc", rule, got, "give --sync disk")

@@ -53,7 +53,10 @@ def check_success(config: EvaluationConfig, spec: EnvSpec) -> None:
     """Raise `UserError` if a run should go by a success that the environment does not know."""
     if spec.success_rule:
         return
-    asked = "--stop-at-accuracy" if config.stop_at_accuracy is not None else "best_by"
+    if config.stop_at_accuracy is not None:
+        asked = "--stop-at-accuracy"
+    else:
+        asked = "best_by"
     if config.stop_at_accuracy is not None or config.best_by == "success":
         rule = f"needs an environment that says what a success is, and '{spec.id}' has success: none"
         fix = (
@@ -85,7 +88,10 @@ def own_problems(spec: EnvSpec, data: PromptsConfig, split: str, size: int, seed
 def check_command(env: EnvConfig, data: RowsConfig) -> str:
     """Return the command that checks this environment without a model."""
     fields = RowsConfig.model_fields
-    given = {"registry": env.registry} if env.registry else {}
+    if env.registry:
+        given = {"registry": env.registry}
+    else:
+        given = {}
     given |= {name: getattr(data, name) for name in fields if getattr(data, name) != fields[name].default}
     words = [word for name, value in given.items() for word in flag_words(name, value)]
     return command_line("envs.check", [env.env, *words])

@@ -74,11 +74,15 @@ class ServerHost:
 
     def ended(self) -> str:
         """Return how the server ended; "" while it runs."""
-        return self._process.ended() if self._process else ""
+        if self._process:
+            return self._process.ended()
+        return ""
 
     def log(self) -> str:
         """Return where the log is, and its end."""
-        return f"on {ray.util.get_node_ip_address()} {self._process.log()}" if self._process else "it has no log yet"
+        if self._process:
+            return f"on {ray.util.get_node_ip_address()} {self._process.log()}"
+        return "it has no log yet"
 
     def stop(self) -> None:
         """End the server."""

@@ -53,7 +53,10 @@ def changed_data(run: Path, sources: Mapping[str, str]) -> list[str]:
 def fingerprint(source: Path) -> str:
     """Return a hash of a file, or of the files of a folder: their names, their sizes and both ends of their content."""
     hashed = hashlib.blake2b(digest_size=8)
-    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+    if source.is_file():
+        files = [source]
+    else:
+        files = sorted(path for path in source.rglob("*") if path.is_file())
     for path in files:
         size = path.stat().st_size
         hashed.update(f"{path.name}\0{size}\0".encode(errors="surrogateescape"))

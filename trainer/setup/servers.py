@@ -110,7 +110,10 @@ def place_servers(config: ServersConfig, learner_gpus: Sequence[int] = (), place
     tensor_parallel = config.tensor_parallel
     after = max(learner_gpus, default=-1) + 1
     if placement == "split":
-        first_gpu = config.first_gpu if config.first_gpu is not None else after
+        if config.first_gpu is not None:
+            first_gpu = config.first_gpu
+        else:
+            first_gpu = after
         needed = config.num_servers
         if here and (first_gpu < after or first_gpu + needed * tensor_parallel > here):
             rule = f"must leave {needed} servers {needed * tensor_parallel} of this host's {here} GPUs besides {after}"
@@ -138,7 +141,9 @@ def first_server_gpu(given: int | None, learner_gpus: Sequence[int], num_gpus: i
     if given is not None:
         return given
     after = max(learner_gpus, default=-1) + 1
-    return after if after + tensor_parallel <= num_gpus else 0
+    if after + tensor_parallel <= num_gpus:
+        return after
+    return 0
 
 
 def shared_gpus(engine: EngineConfig, learner_gpus: Sequence[int], here: int) -> Counter[int]:

@@ -83,7 +83,9 @@ class Start:
 
     def _live(self) -> AbstractContextManager[object]:
         is_live = self._console is not None and self._console.is_terminal
-        return self._console.status(self) if self._console and is_live else nullcontext()
+        if self._console and is_live:
+            return self._console.status(self)
+        return nullcontext()
 
     def __rich__(self) -> Text:
         line = self.clock.line()

@@ -83,7 +83,10 @@ def run(argv: Sequence[str] | None = None) -> int:
                 f"{stream.trajectory.sample_id}: {len(stream.ids_T)} tokens, {stream.num_taught} in [[ ]] learnt"
             )
             for is_learnt, text in train.renderer.spans(stream):
-                shown = Text(f"[[{text}]]", "black on green") if is_learnt else Text(text)
+                if is_learnt:
+                    shown = Text(f"[[{text}]]", "black on green")
+                else:
+                    shown = Text(text)
                 console.print(shown, end="", soft_wrap=True)
             console.print("\n")
         return 0
@@ -104,10 +107,14 @@ def run(argv: Sequence[str] | None = None) -> int:
         check_finite(summary, LIKELIHOOD_NOT_FINITE)
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
-        return 130 if error.is_interrupted else 1
+        if error.is_interrupted:
+            return 130
+        return 1
     if summary["interrupted"]:
         console.print(resume_hint("trainer.sft", context.folder), soft_wrap=True, markup=False)
-    return 130 if summary["interrupted"] else 0
+    if summary["interrupted"]:
+        return 130
+    return 0
 
 
 if __name__ == "__main__":

@@ -105,7 +105,10 @@ def check_conversations(
     left_out = LeftOut(len(source), rules, first)
     if first is not None and (left_out.count > max_bad_frac * len(source) or not good):
         share = f"{left_out.count} of {len(source)} conversations are bad"
-        fix = f"{first.fix}; {share}, --max-bad-frac leaves them out" if good else f"{first.fix}; {share}"
+        if good:
+            fix = f"{first.fix}; {share}, --max-bad-frac leaves them out"
+        else:
+            fix = f"{first.fix}; {share}"
         raise UserError(first.field, first.rule, first.got, fix)
     return ConversationSet(source, renderer, facts, tuple(good), num_tokens, num_taught, left_out)
 

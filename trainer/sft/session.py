@@ -58,7 +58,9 @@ class SftState:
     @classmethod
     def read(cls, checkpoint: Checkpoint | None) -> SftState:
         """Return what a checkpoint holds; without one, the start of a run."""
-        return cls(**json.loads(checkpoint.read(STATE))) if checkpoint else cls()
+        if checkpoint:
+            return cls(**json.loads(checkpoint.read(STATE)))
+        return cls()
 
     def files(self) -> dict[str, bytes]:
         """Return the files of a checkpoint."""
@@ -121,7 +123,9 @@ class SftSession(RunSession[SftState]):
         if not every or self.step % every or self.step == self.num_steps:
             return {}
         loss = await self._evaluate(f"evaluate step {self.step}")
-        return {} if loss is None else {EVAL_LOSS: loss}
+        if loss is None:
+            return {}
+        return {EVAL_LOSS: loss}
 
     async def _evaluate(self, name: str) -> float | None:
         """Return the mean negative log-likelihood of the held-out assistant's tokens, in nats; None without any."""
@@ -240,7 +244,9 @@ class SftSession(RunSession[SftState]):
 
 def num_taken(config: SftConfig, size: int, step: int) -> int:
     """Return how many conversations were taken after a step, of `size` that there are: the last batch may be short."""
-    return step * config.batch_size if config.steps else min(step * config.batch_size, config.epochs * size)
+    if config.steps:
+        return step * config.batch_size
+    return min(step * config.batch_size, config.epochs * size)
 
 
 def step_places(config: SftConfig, size: int, step: int) -> list[int]:

@@ -79,7 +79,10 @@ def load_data(config: SftConfig) -> SftData:
     check_reach(config.model, facts)
     renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
     tool_format: ToolFormat = detect_format(renderer.chat_template)
-    spec = get_spec(config.env, *config.registry) if config.env else None
+    if config.env:
+        spec = get_spec(config.env, *config.registry)
+    else:
+        spec = None
     if spec is not None:
         tool_format = spec.args(tool_format=tool_format).tool_format
     train, evaluation = _sources(config, spec, tool_format)

@@ -58,7 +58,9 @@ def convert(trainer: Trainer, name: str, value: Value, given: Given) -> Result:
     if "server" in row:
         return {"engine_args": f"--{row['server']} {value}"}
     if "ranks" in row:
-        return _ranks(row["ranks"], value, names) if _is_megatron(trainer, given) else _NOT_SHARED
+        if _is_megatron(trainer, given):
+            return _ranks(row["ranks"], value, names)
+        return _NOT_SHARED
     if "words" in row:
         return _word(row, value)
     if "is" in row:
@@ -67,8 +69,12 @@ def convert(trainer: Trainer, name: str, value: Value, given: Given) -> Result:
         if fields or not row.keys() & {"same", "lost"}:
             return fields
     elif "if" in row:
-        return SameHere(row["same"]) if _is_in(value, row["if"]) else NoCounterpart(row["lost"])
-    return SameHere(row["same"]) if "same" in row else NoCounterpart(row["lost"])
+        if _is_in(value, row["if"]):
+            return SameHere(row["same"])
+        return NoCounterpart(row["lost"])
+    if "same" in row:
+        return SameHere(row["same"])
+    return NoCounterpart(row["lost"])
 
 
 def _row_of(trainer: Trainer, name: str) -> Row:
@@ -88,7 +94,9 @@ def _word(row: Mapping[str, Any], value: Value) -> Result:
         return {row["to"]: str(result)}
     if "lost" in result:
         return NoCounterpart(result["lost"])
-    return SameHere(result["same"]) if "same" in result else result
+    if "same" in result:
+        return SameHere(result["same"])
+    return result
 
 
 def _is_megatron(trainer: Trainer, given: Given) -> bool:
@@ -137,7 +145,9 @@ class _Names(dict[str, Any]):
         return self._whole(name) in self._given
 
     def _either(self, name: str, default: Any) -> Any:
-        return self[name] if self._has(name) else default
+        if self._has(name):
+            return self[name]
+        return default
 
 
 def _number_of(value: Value) -> Any:
@@ -159,7 +169,9 @@ def _text(result: Any) -> Value:
         return [str(item) for item in result]
     if isinstance(result, bool):
         return str(result).lower()
-    return f"{result:.10g}" if isinstance(result, int | float) else str(result)
+    if isinstance(result, int | float):
+        return f"{result:.10g}"
+    return str(result)
 
 
 def _is_in(value: Value, values: str) -> bool:
@@ -177,7 +189,9 @@ def trackers(value: Value) -> list[str] | None:
     """Return the trackers, None if one is not here; the console always shows the run."""
     names = value if isinstance(value, list) else [value]
     named = [name for name in names if name not in ("console", "none", "all")]
-    return named if {*named} <= {"tensorboard", "wandb", "trackio"} else None
+    if {*named} <= {"tensorboard", "wandb", "trackio"}:
+        return named
+    return None
 
 
 def image_column(value: str) -> str | None:
@@ -186,13 +200,17 @@ def image_column(value: str) -> str | None:
         columns = json.loads(value)
     except (TypeError, ValueError, RecursionError):
         return None
-    return columns.get("image") if isinstance(columns, dict) and len(columns) == 1 else None
+    if isinstance(columns, dict) and len(columns) == 1:
+        return columns.get("image")
+    return None
 
 
 def rows(value: str) -> tuple[str | None, str | None]:
     """Return file and number of `path@[0:64]`, which takes the first rows; no file where it takes others."""
     match = re.fullmatch(r"(.*?)(?:@\[0?:(\d+)\])?", str(value))
-    return (match[1], match[2]) if match and "@[" not in match[1] else (None, None)
+    if match and "@[" not in match[1]:
+        return (match[1], match[2])
+    return (None, None)
 
 
 def urls(value: Value) -> list[str]:
@@ -203,7 +221,9 @@ def urls(value: Value) -> list[str]:
 def gpus(value: object) -> int | None:
     """Return how many GPUs a range such as 0-7 has; None for `all`, which depends on the cluster."""
     bounds = re.fullmatch(r"(\d+)-(\d+)", str(value))
-    return int(bounds[2]) - int(bounds[1]) + 1 if bounds else None
+    if bounds:
+        return int(bounds[2]) - int(bounds[1]) + 1
+    return None
 
 
 #: What a formula may call.

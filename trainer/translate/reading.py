@@ -86,7 +86,9 @@ def _listed(value: str, place: str) -> Value:
     if not value.startswith("["):
         return value
     items = parse_yaml(value, place)
-    return [str(item) for item in items] if isinstance(items, list) else value
+    if isinstance(items, list):
+        return [str(item) for item in items]
+    return value
 
 
 def _of_yaml(text: str, place: str) -> Given:

@@ -92,7 +92,10 @@ def translate(given: Given, trainer: str = "") -> Translation:
     Raises:
         UserError: no known trainer has such settings, or a value is one that a run here cannot have.
     """
-    title = TRAINERS[trainer] if trainer else _recognized(given)
+    if trainer:
+        title = TRAINERS[trainer]
+    else:
+        title = _recognized(given)
     theirs = other_trainers()[title]
     everything = {**theirs.defaults, **given}
     fields: dict[str, tuple[Value, str]] = {name: (value, "") for name, value in theirs.always.items()}
@@ -131,7 +134,9 @@ def _result(theirs: Trainer, name: str, value: Value, given: Given) -> Result:
         return result
     if _UNRESOLVED.search(str(value if isinstance(result, NoCounterpart) else result)):
         return NoCounterpart("only the running script knows the value")
-    return result if isinstance(result, NoCounterpart) else _fitting(result)
+    if isinstance(result, NoCounterpart):
+        return result
+    return _fitting(result)
 
 
 def _fitting(found: Mapping[str, Value]) -> Result:
@@ -147,7 +152,9 @@ def _fitting(found: Mapping[str, Value]) -> Result:
 
 def _single(name: str, value: Value) -> Value:
     """Return the only item of a list where ours is no list."""
-    return value[0] if isinstance(value, list) and not is_tuple(_FIELDS[name]) else value
+    if isinstance(value, list) and not is_tuple(_FIELDS[name]):
+        return value[0]
+    return value
 
 
 def _joined(field: str, before: tuple[Value, str] | None, value: Value) -> Value:
@@ -168,7 +175,10 @@ def _validated(fields: Mapping[str, tuple[Value, str]], title: str) -> RunConfig
     for name, (value, source) in fields.items():
         if is_tuple(_FIELDS[name]) and not isinstance(value, list):
             value = [value]
-        place = f"{title}'s {theirs.spelt(source)}" if source else flag_of(name, _FIELDS[name])
+        if source:
+            place = f"{title}'s {theirs.spelt(source)}"
+        else:
+            place = flag_of(name, _FIELDS[name])
         settings[_PATHS[name]] = Setting(value, place)
     if _PATHS["context_length"] not in settings:  # prompt and response
         lengths = (settings.get(_PATHS[name]) for name in ("max_prompt_tokens", "max_new_tokens"))
@@ -191,5 +201,11 @@ def _words(config: RunConfig) -> Iterator[str]:
 
 def _shown(name: str, value: Value) -> str:
     """Return a setting as a line shows it: short, and without secrets."""
-    text = "..." if _SECRET.search(name) else " ".join(value) if isinstance(value, list) else value
+    if _SECRET.search(name):
+        text = "..."
+    else:
+        if isinstance(value, list):
+            text = " ".join(value)
+        else:
+            text = value
     return escape_controls(shortened(f"{name} {text}", _SHOWN))  # on one line it cannot leave a comment of the shell

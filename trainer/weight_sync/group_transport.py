@@ -82,7 +82,10 @@ class GroupTransport(ServersTransport):
         if group is None:
             return await super()._push(version)
         sent, fault = await self._send(group, version)
-        self._num_failed = self._num_failed + 1 if fault else 0
+        if fault:
+            self._num_failed = self._num_failed + 1
+        else:
+            self._num_failed = 0
         if fault:
             await self._leave()
             self.engine.servers.events.append(f"weights {version} go over disk to servers that were lost: {fault}")

@@ -184,7 +184,10 @@ class WeightSync:
 
     def _distance(self, one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
         gap = float(np.abs(one - other)[self._text_T].mean())
-        return gap if np.isfinite(gap) else np.inf  # NaN compares as False
+        # NaN compares as False
+        if np.isfinite(gap):
+            return gap
+        return np.inf
 
     def close(self) -> None:
         """Delete the files that the transport wrote."""

@@ -62,7 +62,10 @@ class WeightChecks:
         known = {server: self._cuts[count] for server in held if (count := _num_gpus(held[server])) in self._cuts}
         shares = {server: self._share(cuts) for server, cuts in known.items()}
         wanted = dict.fromkeys(cut for share in shares.values() for _, cut in share)
-        own = await asyncio.to_thread(self._sender.checksums, list(wanted)) if wanted else {}
+        if wanted:
+            own = await asyncio.to_thread(self._sender.checksums, list(wanted))
+        else:
+            own = {}
         self._num_checks += bool(wanted)
         for server, share in shares.items():
             wrong = [place.name for place, cut in share if held[server].get(place, own[cut]) != own[cut]]
@@ -75,7 +78,9 @@ class WeightChecks:
 
     def _share(self, cuts: Sequence[tuple[_Place, TensorSlice]]) -> Sequence[tuple[_Place, TensorSlice]]:
         """Return the cuts to compare now: all the first time, then another share of them each time."""
-        return cuts[self._num_checks % SHARES :: SHARES] if self._num_checks else cuts
+        if self._num_checks:
+            return cuts[self._num_checks % SHARES :: SHARES]
+        return cuts
 
     async def _held(self) -> Mapping[WeightServer, Mapping[_Place, str]]:
         """Return the checksums of every server that gives some; one that does not is asked no more."""

@@ -46,7 +46,9 @@ MAX_ANSWER = 2**26
 
 def authorization(api_key: str) -> dict[str, str]:
     """Return the headers that prove the key; none without a key."""
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    if api_key:
+        return {"Authorization": f"Bearer {api_key}"}
+    return {}
 
 
 def uses_proxy(url: str) -> bool:
@@ -79,7 +81,10 @@ def ask(url: str, path: str, api_key: str, body: bytes | None = None, timeout_s:
 
 
 def _ask(url: str, path: str, api_key: str, body: bytes | None, timeout_s: float) -> bytes:
-    proxies = () if uses_proxy(url) else (ProxyHandler({}),)
+    if uses_proxy(url):
+        proxies = ()
+    else:
+        proxies = (ProxyHandler({}),)
     headers = authorization(api_key) | {"Content-Type": "application/json"}
     request = Request(f"{url.rstrip('/')}/{path}", body, headers)
     with build_opener(_NoRedirects(), *proxies).open(request, timeout=timeout_s) as answer:
@@ -159,7 +164,9 @@ class SGLangClient:
                 ) as response:
                     text = await _text(response)
                     if response.status == 200:
-                        return json.loads(text) if response.content_type == "application/json" else text
+                        if response.content_type == "application/json":
+                            return json.loads(text)
+                        return text
         except (
             aiohttp.ClientError,
             TimeoutError,
@@ -170,13 +177,18 @@ class SGLangClient:
             raise ServerLost(f"{self.url}/{path}: {type(error).__name__} {error}".strip()) from error
         finally:
             self._waits.discard(wait)
-        kind = ServerLost if response.status >= 500 else ServerRefused
+        if response.status >= 500:
+            kind = ServerLost
+        else:
+            kind = ServerRefused
         raise kind(f"{self.url}/{path}: status {response.status}: {self._without_key(text)[:1000]}")
 
     def _without_key(self, text: str) -> str:
         """Return what a server said; one may repeat the headers that it got."""
         key = self._http.headers.get("Authorization", "").removeprefix("Bearer ")
-        return text.replace(key, "(key)") if key else text
+        if key:
+            return text.replace(key, "(key)")
+        return text
 
     def time_out_calls(self) -> None:
         """End every call that waits for an answer, as if its time were up."""
@@ -194,7 +206,10 @@ class SGLangClient:
             answer = await self.call("model_info", timeout_s=ALIVE_S)
         except (ServerLost, ServerRefused) as error:
             return str(error)
-        self._model_type = str(answer.get("model_type")) if isinstance(answer, dict) else ""
+        if isinstance(answer, dict):
+            self._model_type = str(answer.get("model_type"))
+        else:
+            self._model_type = ""
         return ""
 
     async def asks_for_key(self) -> bool:
@@ -261,7 +276,9 @@ class SGLangClient:
     async def num_gpus(self) -> int:
         """Return how many GPUs serve together, as the server says: its tensor-parallel size."""
         answer = await self.call("server_info", timeout_s=ALIVE_S)
-        return int(answer["tp_size"]) if isinstance(answer, dict) and "tp_size" in answer else 1
+        if isinstance(answer, dict) and "tp_size" in answer:
+            return int(answer["tp_size"])
+        return 1
 
     async def join_group(self, group: GroupAddress, first_rank: int) -> None:
         """Join a process group that weights are sent over; each GPU of the server is a member, from `first_rank` on."""

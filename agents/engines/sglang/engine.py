@@ -286,7 +286,10 @@ class SGLangEngine:
         self.weight_version = version
         self._were_weights_pushed = True
         self._adapter = adapter
-        self.adapter_name = f"{self._run}-{version}-{next(self._numbers)}" if adapter else ""
+        if adapter:
+            self.adapter_name = f"{self._run}-{version}-{next(self._numbers)}"
+        else:
+            self.adapter_name = ""
         return self._num_counts
 
     async def _load_current_weights(self, client: SGLangClient) -> None:

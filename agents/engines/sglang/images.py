@@ -104,7 +104,9 @@ class SentImages:
 def missed_images(refusal: str) -> tuple[str, ...]:
     """Return the keys of the images that a server says it does not have; none where it refuses something else."""
     found = _MISSES.search(refusal)
-    return tuple(found[1].split()) if found else ()
+    if found:
+        return tuple(found[1].split())
+    return ()
 
 
 def image_fields(

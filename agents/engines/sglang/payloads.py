@@ -80,7 +80,9 @@ def score_body(
 
 def adapter_field(name: str) -> dict[str, Any]:
     """Return the field of a body for the adapter that writes; none for the checkpoint alone."""
-    return {"lora_path": name} if name else {}
+    if name:
+        return {"lora_path": name}
+    return {}
 
 
 class GenerateAnswer:
@@ -100,7 +102,10 @@ class GenerateAnswer:
         self.finish: Literal["", "stop", "length"] = "" if finish == "abort" else finish
         # A request that was aborted in the server's queue has read nothing; its answer has no count.
         counted = self.finish or "prompt_tokens" in meta
-        self.prompt_length = int(meta["prompt_tokens"]) if counted else None
+        if counted:
+            self.prompt_length = int(meta["prompt_tokens"])
+        else:
+            self.prompt_length = None
         self.num_cached = int(meta.get("cached_tokens") or 0)
         self.version = str(meta["weight_version"])
         if self.ids != answer["output_ids"]:

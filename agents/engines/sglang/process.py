@@ -137,7 +137,9 @@ class LocalProcess:
     def ended(self) -> str:
         """Return the exit status once there is one."""
         status = self.popen.poll()
-        return "" if status is None else f"its process ended with status {status}"
+        if status is None:
+            return ""
+        return f"its process ended with status {status}"
 
     def log(self) -> str:
         """Return the log's path and its end."""
@@ -183,7 +185,9 @@ def _write_log(source: IO[bytes], log: IO[bytes], api_key: str) -> None:
 
 def _without_key(text: bytes, api_key: str) -> bytes:
     """Return what a server prints without its key: SGLang logs all its arguments."""
-    return text.replace(api_key.encode(), b"(key)") if api_key else text
+    if api_key:
+        return text.replace(api_key.encode(), b"(key)")
+    return text
 
 
 def listens(url: str) -> bool:

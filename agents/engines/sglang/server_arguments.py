@@ -103,7 +103,13 @@ def _attention(facts: ServerFacts) -> list[Argument]:
         backend = "triton"
         reason = "Hopper, but sgl_kernel has no FlashAttention-3 here"
     else:
-        kind = "Blackwell" if major >= 10 else "not Hopper" if major else "GPU not known"
+        if major >= 10:
+            kind = "Blackwell"
+        else:
+            if major:
+                kind = "not Hopper"
+            else:
+                kind = "GPU not known"
         backend = "triton"
         reason = f"{kind}: FlashAttention-3 is for Hopper, and these kernels need no other package"
     chosen = [Argument(("--attention-backend", backend), reason)]
@@ -150,7 +156,10 @@ def capture_sizes(most: int) -> tuple[int, ...]:
     (1, 2, 4, 8, 16, 32, 48, 64, 96, 104)
     """
     if most > 12:
-        unit = 8 if most <= 256 else 16 if most <= 512 else 32
+        if most <= 256:
+            unit = 8
+        else:
+            unit = 16 if most <= 512 else 32
         most = math.ceil(most / unit) * unit
     steps = sorted([*(2**power for power in range(10)), *(3 * 2**power for power in range(4, 9))])
     return (*(size for size in steps if size < most), most)
@@ -175,7 +184,9 @@ def _context(facts: ServerFacts) -> list[Argument]:
         return []
     length = facts.context_length + CONTEXT_MARGIN
     reason = f"tables have a row of it for each session; the model's own is {facts.checkpoint.max_positions}"
-    return [Argument(("--context-length", str(length)), reason)] if length < facts.checkpoint.max_positions else []
+    if length < facts.checkpoint.max_positions:
+        return [Argument(("--context-length", str(length)), reason)]
+    return []
 
 
 def _memory(facts: ServerFacts) -> list[Argument]:
@@ -265,5 +276,8 @@ def server_gpus(first_gpu: int, number: int, tensor_parallel: int, num_gpus: int
     gpu = first_gpu + number * tensor_parallel
     if num_gpus:
         gpu %= num_gpus
-        gpu = gpu if gpu + tensor_parallel <= num_gpus else 0
+        if gpu + tensor_parallel <= num_gpus:
+            gpu = gpu
+        else:
+            gpu = 0
     return range(gpu, gpu + tensor_parallel)

@@ -43,7 +43,10 @@ class Host:
         import torch
 
         count = torch.cuda.device_count()
-        gpus = (_list_gpus() or tuple(map(_ask_torch, range(count)))) if count else ()
+        if count:
+            gpus = _list_gpus() or tuple(map(_ask_torch, range(count)))
+        else:
+            gpus = ()
         return cls(count, gpus, has_fa3(), importlib.util.find_spec("torch_memory_saver") is not None)
 
 
@@ -82,7 +85,10 @@ class ServedModel:
 def has_fa3() -> bool:
     """Return whether sgl_kernel is installed with its FlashAttention-3 kernels; imports nothing of it."""
     spec = importlib.util.find_spec("sgl_kernel")
-    folders = spec.submodule_search_locations if spec else None
+    if spec:
+        folders = spec.submodule_search_locations
+    else:
+        folders = None
     return any(list(Path(folder).glob("flash_ops*.so")) for folder in folders or ())
 
 

@@ -274,7 +274,10 @@ class ServerPool:
             note = "keeps its memory while the learner trains: its host lacks the package torch_memory_saver"
             self.events.append(f"server {server.number} {note}")
         keeps = self._has_images and await server.client.keeps_images()
-        server.sent_images = SentImages() if keeps else None
+        if keeps:
+            server.sent_images = SentImages()
+        else:
+            server.sent_images = None
 
     async def _silence(self, server: Server) -> str:
         """Return why a server does not answer; "" if it does. Raise `UserError` if its process has ended.
@@ -290,7 +293,9 @@ class ServerPool:
         if silence := await server.client.silence():
             return silence
         is_ours = not self.settings.api_key or await server.client.asks_for_key()
-        return "" if is_ours else f"a server that asks for no key listens at {server.url}"
+        if is_ours:
+            return ""
+        return f"a server that asks for no key listens at {server.url}"
 
     def _has_process(self, server: Server) -> bool:
         """Whether a server is a process of ours, which may have moved; raise `UserError` if it has ended."""
@@ -323,7 +328,10 @@ class ServerPool:
                 except Exception as error:  # the others continue; `pick` raises when none is left
                     tries += 1
                     is_external = server.process is None
-                    num_used = tries if is_external else server.num_restarts
+                    if is_external:
+                        num_used = tries
+                    else:
+                        num_used = server.num_restarts
                     was_waited_for = is_external and isinstance(error, UserError)
                     if was_waited_for or num_used >= self.settings.max_restarts:
                         self.events.append(f"server {server.number} given up: {error}")

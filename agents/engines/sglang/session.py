@@ -45,7 +45,10 @@ class SGLangSession:
                 continue
             try:
                 with engine.prompt_reads.asking(prompt, self._num_prompt_tokens) as asked:
-                    part = replace(request, max_new_tokens=len(turn.ids) + 1) if asked.for_others else request
+                    if asked.for_others:
+                        part = replace(request, max_new_tokens=len(turn.ids) + 1)
+                    else:
+                        part = request
                     body = generate_body(part, turn.ids, engine.next_request_id(), engine.image_token_id, adapter)
                     answer = parse_answer(await engine.send(server, body, request.images, salt))
                     asked.has_read = bool(answer.ids)

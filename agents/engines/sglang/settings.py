@@ -79,7 +79,9 @@ class SGLangSettings:
             name, _, value = word.partition("=")
             if name == "--api-key":
                 return replace(self, api_key=value or self.arguments[place + 1])
-        return replace(self, api_key=self.api_key or secrets.token_hex(32)) if self.gives_key else self
+        if self.gives_key:
+            return replace(self, api_key=self.api_key or secrets.token_hex(32))
+        return self
 
     @property
     def gives_key(self) -> bool:
@@ -163,4 +165,6 @@ class SGLangSettings:
     def _saver_arguments(self, host: Host) -> list[Argument]:
         """Return what a server needs to free its memory; nothing where its host lacks the package."""
         saves = self.frees_memory and host.has_memory_saver
-        return [Argument(("--enable-memory-saver",), "the learner trains on its GPU")] if saves else []
+        if saves:
+            return [Argument(("--enable-memory-saver",), "the learner trains on its GPU")]
+        return []

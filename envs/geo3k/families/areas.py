@@ -60,7 +60,10 @@ class Rectangle(_FourSided):
     name = "rectangle"
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
-        width = min(max(givens[0] / givens[1], 1.15), 1.9) if givens[0] != givens[1] else 1.0
+        if givens[0] != givens[1]:
+            width = min(max(givens[0] / givens[1], 1.15), 1.9)
+        else:
+            width = 1.0
         shape = rotated([0j, complex(width), complex(width, 1), 1j], _sway(rng))
         a, b, c, d = canvas.fit(shape, rng, LABEL_MARGIN, stretch=1)
         canvas.polygon((a, b, c, d))

@@ -11,7 +11,9 @@ def fraction(numerator: int, denominator: int) -> str:
     common = math.gcd(numerator, denominator)
     numerator = numerator // common
     denominator = denominator // common
-    return str(numerator) if denominator == 1 else f"\\frac {{ {numerator} }} {{ {denominator} }}"
+    if denominator == 1:
+        return str(numerator)
+    return f"\\frac {{ {numerator} }} {{ {denominator} }}"
 
 
 def radical(factor: int, radicand: int, denominator: int = 1) -> str:
@@ -26,8 +28,13 @@ def radical(factor: int, radicand: int, denominator: int = 1) -> str:
     common = math.gcd(factor, denominator)
     factor = factor // common
     denominator = denominator // common
-    surd = f"\\sqrt {{ {radicand} }}" if factor == 1 else f"{factor} \\sqrt {{ {radicand} }}"
-    return surd if denominator == 1 else f"\\frac {{ {surd} }} {{ {denominator} }}"
+    if factor == 1:
+        surd = f"\\sqrt {{ {radicand} }}"
+    else:
+        surd = f"{factor} \\sqrt {{ {radicand} }}"
+    if denominator == 1:
+        return surd
+    return f"\\frac {{ {surd} }} {{ {denominator} }}"
 
 
 def calculation(a: int, sign: str, b: int) -> str:

@@ -22,9 +22,10 @@ class CircleAngles(Family):
     name = "circle_angles"
 
     def sample(self, rng: Random, level: int) -> Case:
-        unknowns = (
-            ("inscribed", "central", "semicircle") if level == 1 else ("inscribed", "central", "semicircle", "cyclic")
-        )
+        if level == 1:
+            unknowns = ("inscribed", "central", "semicircle")
+        else:
+            unknowns = ("inscribed", "central", "semicircle", "cyclic")
         unknown = rng.choice(unknowns)
         if unknown == "inscribed":
             half = pick_angle(rng, level, 20, 80)

@@ -56,12 +56,16 @@ def mirrored(points: Sequence[Point]) -> list[Point]:
 
 def flipped(points: list[Point], rng: Random) -> list[Point]:
     """Return the points, mirrored half of the time."""
-    return mirrored(points) if rng.random() < 0.5 else points
+    if rng.random() < 0.5:
+        return mirrored(points)
+    return points
 
 
 def left_to_right(points: Sequence[Point], first: Point, second: Point) -> list[Point]:
     """Return the points, mirrored if necessary, so that `first` lies left of `second`."""
-    return list(points) if first.real <= second.real else mirrored(points)
+    if first.real <= second.real:
+        return list(points)
+    return mirrored(points)
 
 
 def in_order(build: Callable[[], tuple[Shape, Sequence[Point]]]) -> Shape:

@@ -84,7 +84,9 @@ class VerticalAngles(Family):
 
     def solve(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
-        return same(givens[0]) if unknown == "vertical" else rest(180, givens)
+        if unknown == "vertical":
+            return same(givens[0])
+        return rest(180, givens)
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         wedges = [*givens, 180 - sum(givens)]
@@ -178,7 +180,9 @@ class ParallelLines(Family):
         if unknown == "bend":
             require(sum(givens) < 180, "the corner is below 180 degrees")
             return f"{givens[0]} + {givens[1]} = {sum(givens)}.", str(sum(givens))
-        return rest(180, givens) if unknown == "same_side" else same(givens[0])
+        if unknown == "same_side":
+            return rest(180, givens)
+        return same(givens[0])
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         if unknown == "bend":
@@ -186,7 +190,10 @@ class ParallelLines(Family):
             return
         sectors = rng.choice(PAIRS[unknown])
         given_above = rng.random() < 0.5
-        given_sector = sectors[0] if given_above else sectors[1]
+        if given_above:
+            given_sector = sectors[0]
+        else:
+            given_sector = sectors[1]
         shown = soften((givens[0], 180 - givens[0]), 50)[0]
         slope = math.radians(shown if given_sector % 2 == 0 else 180 - shown)
         up = cmath.rect(1 / math.sin(slope), -slope)
@@ -211,7 +218,10 @@ class ParallelLines(Family):
         at = rng.choice((0.1, 0.94))
         canvas.arrow(a, b, at)
         canvas.arrow(c, d, at)
-        texts = (f"{givens[0]}°", "x°") if given_above else ("x°", f"{givens[0]}°")
+        if given_above:
+            texts = (f"{givens[0]}°", "x°")
+        else:
+            texts = ("x°", f"{givens[0]}°")
         for vertex, right, left, sector, text in (
             (top, b, a, sectors[0], texts[0]),
             (bottom, d, c, sectors[1], texts[1]),

@@ -110,8 +110,14 @@ class SimilarTriangles(Family):
         canvas.arrow(a, b, 0.55)
         canvas.arrow(d, e, 0.6)
         same, across, diagonal = (str(given) for given in givens)
-        near = ("x", same) if unknown == "upper" else (same, "x")
-        far = (across, diagonal) if unknown == "upper" else (diagonal, across)
+        if unknown == "upper":
+            near = ("x", same)
+        else:
+            near = (same, "x")
+        if unknown == "upper":
+            far = (across, diagonal)
+        else:
+            far = (diagonal, across)
         for start, middle, (above, below), inside in ((a, d, near, b), (b, e, far, a)):
             canvas.side(apex, middle, above, inside)
             canvas.side(middle, start, below, inside)
@@ -119,4 +125,6 @@ class SimilarTriangles(Family):
     def _share_above(self, givens: Givens, unknown: str) -> float:
         _, across, diagonal = givens
         share = across / (across + diagonal)
-        return share if unknown == "upper" else 1 - share
+        if unknown == "upper":
+            return share
+        return 1 - share

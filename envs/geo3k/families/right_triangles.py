@@ -58,12 +58,18 @@ class RightTriangle(Family):
         answer = radical(1, square)
         root = f"\\sqrt {{ {square} }}"
         squares = f"{calculation(first, '*', first)} {calculation(second, '*', second)}"
-        last = f"{root}." if answer == root else f"{root} = {answer}."
+        if answer == root:
+            last = f"{root}."
+        else:
+            last = f"{root} = {answer}."
         return f"{squares} {first * first} {sign} {second * second} = {square}. {last}", answer
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         first, second = givens
-        other = second if unknown == "hypotenuse" else math.sqrt(first * first - second * second)
+        if unknown == "hypotenuse":
+            other = second
+        else:
+            other = math.sqrt(first * first - second * second)
         leg = first if unknown == "hypotenuse" else second
         slope = min(max(math.atan2(other, leg), 0.6), 0.97)
         shape = [0j, complex(math.cos(slope)), complex(0, -math.sin(slope))]

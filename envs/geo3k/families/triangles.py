@@ -45,7 +45,10 @@ class Isosceles(Family):
     def sample(self, rng: Random, level: int) -> Case:
         if rng.random() < 0.5:
             return (pick_angle(rng, level, 20, 80),), "apex"
-        apex = pick_angle(rng, level, 20, 140) if level != 2 else 2 * pick_angle(rng, level, 10, 70)
+        if level != 2:
+            apex = pick_angle(rng, level, 20, 140)
+        else:
+            apex = 2 * pick_angle(rng, level, 10, 70)
         return (apex,), "base"
 
     def solve(self, givens: Givens, unknown: str) -> Solution:
@@ -59,7 +62,10 @@ class Isosceles(Family):
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         (angle,) = givens
-        apex = angle if unknown == "base" else 180 - 2 * angle
+        if unknown == "base":
+            apex = angle
+        else:
+            apex = 180 - 2 * angle
         apex, left, right = soften((apex, (180 - apex) / 2, (180 - apex) / 2), LEAST_SHOWN)
         top, b, c = canvas.fit(rotated(polygon((apex, left, right), 0), rng.uniform(0, 6.3)), rng, stretch=1)
         canvas.polygon((top, b, c))
@@ -81,7 +87,9 @@ class ExteriorAngle(Family):
     def sample(self, rng: Random, level: int) -> Case:
         first = pick_angle(rng, level, 25, 100)
         second = pick_angle(rng, level, 25, 150 - first)
-        return ((first, second), "exterior") if rng.random() < 0.5 else ((first + second, second), "remote")
+        if rng.random() < 0.5:
+            return ((first, second), "exterior")
+        return ((first + second, second), "remote")
 
     def solve(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)

@@ -118,7 +118,10 @@ def _posed(figure: Figure, rng: Random) -> Figure:
     mirrored = rng.random() < 0.5
     roll = rng.random()
     if figure.upright or roll < 0.5:
-        turn = rng.uniform(-0.04, 0.04) if roll < 0.1 else 0.0
+        if roll < 0.1:
+            turn = rng.uniform(-0.04, 0.04)
+        else:
+            turn = 0.0
     elif roll < 0.75:
         turn = math.pi / 2 * rng.randrange(4)
     else:
@@ -249,7 +252,10 @@ class _Layout:
                     self._place(label)
         for name, letter in letters.items():
             mask, half = self._text(letter)
-            clear = 3.5 if name in self._figure.dots else 3.0
+            if name in self._figure.dots:
+                clear = 3.5
+            else:
+                clear = 3.0
             options = list(around(self._at[name], self._away(name), *half, clear))
             self._put(letter, mask, *self._placer.choose(options, *half))
 
@@ -262,8 +268,13 @@ class _Layout:
             if name in pair
             for other in self._ends(pair.replace(name, ""))
         )
-        away = -towards if abs(towards) > 0.2 else point - self._middle
-        return unit(away) if abs(away) > 1e-6 else -1j
+        if abs(towards) > 0.2:
+            away = -towards
+        else:
+            away = point - self._middle
+        if abs(away) > 1e-6:
+            return unit(away)
+        return -1j
 
     def _place(self, label: Label) -> None:
         mask, half = self._text(label.text)
@@ -275,7 +286,10 @@ class _Layout:
                 for points, count in self._figure.equal_angles
                 if points in (label.part.points, label.part.points[::-1])
             ]
-            least = self._look.font_size * 1.05 + 3.2 * max(marked) if marked else 2.0
+            if marked:
+                least = self._look.font_size * 1.05 + 3.2 * max(marked)
+            else:
+                least = 2.0
             options = list(within(ends[1], ends[0], ends[2], *half, least))
             rivals = [self._at[name] for name in self._corners if name != label.part.points[1]]
         elif label.part.kind == "length":

@@ -197,7 +197,9 @@ def with_unit(part: Part, text: str) -> str:
     """Return a label's text with the degree sign of an angle or arc: "2x + 3" becomes "(2x + 3)°"."""
     if part.kind not in ("angle", "arc"):
         return text
-    return f"({text})°" if " " in text else f"{text}°"
+    if " " in text:
+        return f"({text})°"
+    return f"{text}°"
 
 
 def expression(factor: int, constant: int, sign: str = "+") -> str:

@@ -91,7 +91,10 @@ class Theorem(ABC):
         *base, factor, constant = givens
         steps, value = self.work(tuple(base), unknown[:-1])
         require(value.isdigit(), "an expression equals a whole number")
-        left = int(value) - constant if unknown.endswith("+") else int(value) + constant
+        if unknown.endswith("+"):
+            left = int(value) - constant
+        else:
+            left = int(value) + constant
         require(left > 0, "x is above 0")
         operator = "-" if unknown.endswith("+") else "+"
         steps = f"{steps} {value} {operator} {constant} = {left}."
@@ -145,7 +148,10 @@ class Theorem(ABC):
     def word(self, givens: Givens, unknown: str, shape: int, rng: Random) -> tuple[str, Wording]:
         """Return the question, and what it leaves to the figure."""
         figure = self.figure(givens, unknown, shape)
-        letters = _letters(figure, rng) if rng.random() < LETTERED else ""
+        if rng.random() < LETTERED:
+            letters = _letters(figure, rng)
+        else:
+            letters = ""
         wording = Wording(shape, letters, rng.choice(VARIABLES), spare=rng.random() < WITH_SPARE)
         if figure.asked is not None and figure.asked.text:
             wording = replace(wording, **self._ask(figure, bool(letters), rng))
@@ -170,7 +176,10 @@ class Theorem(ABC):
             others = [str(k) for k in range(1, 2 + len(figure.others)) if str(k) != variable]
         else:
             others = [letter for letter in "yzwuv" if letter != variable]
-        count = len(figure.others) if rng.random() < WITH_OTHERS else 0
+        if rng.random() < WITH_OTHERS:
+            count = len(figure.others)
+        else:
+            count = 0
         return {"variable": variable, "others": tuple(others[:count])}
 
     def _question(self, figure: Figure, wording: Wording, remark: str) -> str:
@@ -183,12 +192,18 @@ class Theorem(ABC):
             wanted = wording.variable
         elif not figure.asked.text:
             wanted = WHOLES[figure.asked.part.kind]
-            wanted = wanted.replace("figure", "shaded region") if figure.shaded else wanted
+            if figure.shaded:
+                wanted = wanted.replace("figure", "shaded region")
+            else:
+                wanted = wanted
         elif wording.variable.isdigit():
             wanted = f"m \\angle {wording.variable}"
         else:
             wanted = wording.variable or figure.asked.part.name(letters)
-        question = f"If {told}, find {wanted}." if told else f"Find {wanted}."
+        if told:
+            question = f"If {told}, find {wanted}."
+        else:
+            question = f"Find {wanted}."
         return f"{question} {remark}".strip()
 
 
@@ -201,7 +216,9 @@ def spaced(text: str, variable: str) -> str:
 def names(figure: Figure, letters: str) -> dict[str, str]:
     """Return the letter of each capital point; O stays O, as the center of a circle."""
     capitals = [name for name in figure.points if name.isupper()]
-    return dict(zip(capitals, letters, strict=True)) if letters else {}
+    if letters:
+        return dict(zip(capitals, letters, strict=True))
+    return {}
 
 
 def _letters(figure: Figure, rng: Random) -> str:

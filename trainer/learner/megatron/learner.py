@@ -86,7 +86,10 @@ class MegatronLearner(StepLearner[ThdBatch]):
         self.layout = Layout.of(backend)
         multiple = padding_multiple(self.layout)  # a row is padded to one; a stage expects exactly its length
         padded = -(-config.max_tokens_per_microbatch // multiple) * multiple
-        self._row_length = padded if backend.pad_microbatches else 0
+        if backend.pad_microbatches:
+            self._row_length = padded
+        else:
+            self._row_length = 0
         #: The network of Transformers on the meta device, for its configuration and names: it takes no memory.
         self.model = empty_model(path, dtype)
         if config.freeze_vision and not self.model.architecture.vision:
@@ -153,9 +156,15 @@ class MegatronLearner(StepLearner[ThdBatch]):
         on_micro_batch: OnMicroBatch[ThdBatch],
         is_reference: bool = False,
     ) -> None:
-        network = self._reference if is_reference and self._reference else self.network
+        if is_reference and self._reference:
+            network = self._reference
+        else:
+            network = self.network
         # Without its adapters, the policy is its own reference.
-        adapters = disabled(network.chunks) if is_reference and not self._reference else contextlib.nullcontext()
+        if is_reference and not self._reference:
+            adapters = disabled(network.chunks)
+        else:
+            adapters = contextlib.nullcontext()
         with torch.no_grad(), adapters:
             for bins in runs:
                 network.run(

@@ -161,7 +161,10 @@ class MegatronNetwork:
         self._settings: Any = self._config()
         self._settings.finalize_model_grads_func = self._sum_gradients
         self._settings.grad_scale_func = None
-        self._settings.no_sync_func = self.chunks[0].no_sync if is_trained else None
+        if is_trained:
+            self._settings.no_sync_func = self.chunks[0].no_sync
+        else:
+            self._settings.no_sync_func = None
 
     def _config(self) -> Any:
         from megatron.core.utils import get_model_config
@@ -227,7 +230,10 @@ class MegatronNetwork:
         row = batch.row
         device = batch.targets_N.device
         whole = self.reads_images or self.context[1] == 1  # networks with vision cut the row after the images are in it
-        mine_L = slice(None) if whole else row.split(self.context[1])[self.context[0]]
+        if whole:
+            mine_L = slice(None)
+        else:
+            mine_L = row.split(self.context[1])[self.context[0]]
         inputs: dict[str, Any] = {
             "input_ids": torch.from_numpy(row.ids_T[mine_L])[None].to(device),
             "position_ids": torch.from_numpy(
@@ -263,7 +269,10 @@ class MegatronNetwork:
     def shard(self, num_rows: int) -> VocabShard:
         """Return which rows of the output layer are on this rank."""
         start = self.groups.get_tensor_model_parallel_rank() * num_rows
-        group = self.groups.get_tensor_model_parallel_group() if self.layout.tensor > 1 else None
+        if self.layout.tensor > 1:
+            group = self.groups.get_tensor_model_parallel_group()
+        else:
+            group = None
         return VocabShard(start, self.vocab_size, group)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -299,12 +308,18 @@ def _scores(
 
         # `vocab_scores` gives every rank the whole gradient, so each takes its part of it.
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-    weight_VH = output_layer.weight if output_weight is None else output_weight
+    if output_weight is None:
+        weight_VH = output_layer.weight
+    else:
+        weight_VH = output_weight
     chosen_M, local_M = batch.places
     hidden_MH = hidden_states[:, 0].index_select(0, local_M)
     shard = network.shard(len(weight_VH))
     scores = vocab_scores(hidden_MH, weight_VH, batch.targets_N[chosen_M], distribution, shard, network.compiled)
-    group = network.groups.get_context_parallel_group() if network.context[1] > 1 else None
+    if network.context[1] > 1:
+        group = network.groups.get_context_parallel_group()
+    else:
+        group = None
     return join_context(torch.stack(scores), chosen_M, len(batch.targets_N), group)
 
 

@@ -24,7 +24,11 @@ class MegatronOptimizer:
     def __init__(self, chunks: list[Any], optim: OptimConfig, dtype: torch.dtype) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        clip = optim.max_grad_norm if math.isfinite(optim.max_grad_norm) else 0.0  # 0: never
+        # 0: never
+        if math.isfinite(optim.max_grad_norm):
+            clip = optim.max_grad_norm
+        else:
+            clip = 0.0
         config = OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,

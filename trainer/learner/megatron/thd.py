@@ -89,7 +89,10 @@ def thd_row(samples: Sequence[TrainingSample], multiple: int = 1, length: int = 
         size = -(-own // multiple) * multiple
         if number == len(samples):
             size = max(size, -(-length // multiple) * multiple - start)
-        last = sample.positions_3T[:, -1:] if own else np.zeros((3, 1), np.int64)
+        if own:
+            last = sample.positions_3T[:, -1:]
+        else:
+            last = np.zeros((3, 1), np.int64)
         ids.append(np.pad(sample.ids_T, (0, size - own)))
         positions.append(np.concatenate([sample.positions_3T, last + 1 + np.arange(size - own)], axis=1))
         before.append(np.flatnonzero(sample.mask_T) - 1 + start)
@@ -112,7 +115,10 @@ def padding_multiple(layout: Layout) -> int:
     >>> padding_multiple(Layout(tensor=2, context=4)), padding_multiple(Layout(tensor=2, context=4, sequence=True))
     (8, 16)
     """
-    chunks = 2 * layout.context if layout.context > 1 else 1
+    if layout.context > 1:
+        chunks = 2 * layout.context
+    else:
+        chunks = 1
     return chunks * (layout.tensor if layout.sequence else 1)
 
 

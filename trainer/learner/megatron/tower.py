@@ -84,12 +84,17 @@ class Tower:
             group = self._groups.popleft()
             self._vision = VisionBatch.build(group, device)
             sizes = [sum(image.num_tokens for image in own) for own in group]
-            whole_M = self._vision.feature_index_M if self._vision else torch.zeros(0, dtype=torch.long, device=device)
+            if self._vision:
+                whole_M = self._vision.feature_index_M
+            else:
+                whole_M = torch.zeros(0, dtype=torch.long, device=device)
             self._indices.extend(whole_M.split(sizes))
             if self._vision:
                 self._give(self._vision, device, dtype)
         self._index_M = self._indices.popleft()
-        return self._vision if len(self._index_M) else None
+        if len(self._index_M):
+            return self._vision
+        return None
 
     def _give(self, vision: VisionBatch, device: torch.device, dtype: torch.dtype) -> None:
         """Encode images. Their features get a graph of their own, and sum up gradients in float32."""

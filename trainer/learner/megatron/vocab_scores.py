@@ -90,7 +90,10 @@ class _VocabScores(torch.autograd.Function):
         shard = ctx.shard
         grad_hidden_NH = torch.empty_like(hidden_NH, dtype=torch.float32)
         wants_weight = ctx.needs_input_grad[1]
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        if wants_weight:
+            grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        else:
+            grad_weight_VH = None
         derive = kernel(derivative, ctx.compiled)
         for chunk in chunks_of(len(hidden_NH), len(weight_VH)):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, distribution, shard)

@@ -169,4 +169,6 @@ def _read(path: str | Path, name: str) -> Mapping[str, Any]:
         found = json.loads(read_text(Path(path) / name, name))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if isinstance(found, dict):
+        return found
+    return {}

@@ -41,7 +41,9 @@ def check_agreement(stats: StepStats, tolerance: float, where: str = "") -> Verd
     is_finite = np.isfinite([stats.rollout_train_kl, stats.logprob_gap_mean]).all()
     if not is_finite or stats.rollout_train_kl > DIFFERENT_KL or stats.logprob_gap_mean > tolerance:
         return fault(f"engine and learner are not one policy: {found}", fix)
-    return warning(found, fix) if stats.rollout_train_kl > SUSPICIOUS_KL else ok(found)
+    if stats.rollout_train_kl > SUSPICIOUS_KL:
+        return warning(found, fix)
+    return ok(found)
 
 
 def check_episodes(played: Sequence[Trajectory]) -> Verdict | None:
@@ -53,8 +55,13 @@ def check_episodes(played: Sequence[Trajectory]) -> Verdict | None:
     text = last_line(broken[0].error)
     found = f"{len(broken)} of {len(played)} episodes broke, the first as {reason}: {text:.200}"
     is_ours = any(trajectory.end_reason.value in ("invalid_stream", "aborted") for trajectory in broken)
-    fix = "the engine's answers break the stream" if is_ours else "see python -m envs.check"
-    return fault(found, fix) if is_ours or len(broken) == len(played) else warning(found, fix)
+    if is_ours:
+        fix = "the engine's answers break the stream"
+    else:
+        fix = "see python -m envs.check"
+    if is_ours or len(broken) == len(played):
+        return fault(found, fix)
+    return warning(found, fix)
 
 
 def gaps_by_part(
@@ -67,7 +74,10 @@ def gaps_by_part(
     ids_T = trajectory.ids_T
     is_text_T = ids_T != image_token_id
     places_T = np.arange(len(ids_T))
-    first = int(np.argmin(is_text_T)) if not is_text_T.all() else len(ids_T)
+    if not is_text_T.all():
+        first = int(np.argmin(is_text_T))
+    else:
+        first = len(ids_T)
     is_prompt_T = places_T < trajectory.prompt_length
     parts = {
         "prompt" if first == len(ids_T) else "prompt before the image": is_prompt_T & (places_T < first),

@@ -92,9 +92,15 @@ async def _grade(
             rewards = replace(rewards, is_solved=True)
             break
     for script in of("wrong") if with_wrong else ():
-        found = await played(script) if script.name in WRONG else None
+        if script.name in WRONG:
+            found = await played(script)
+        else:
+            found = None
         if found is not None and found.reward is not None:
-            wrong = found.reward if rewards.wrong is None else max(found.reward, rewards.wrong)
+            if rewards.wrong is None:
+                wrong = found.reward
+            else:
+                wrong = max(found.reward, rewards.wrong)
             rewards = replace(rewards, wrong=wrong, is_fooled=rewards.is_fooled or found.is_success(success))
     return rewards
 
@@ -112,23 +118,33 @@ def check_answers(rewards: Sequence[AnswerRewards], success: Success, worst: flo
     wrong = [each for each in known if each not in right]
     # A shaped reward, for instance with a cost for length, may never reach the best; but it is above the worst.
     worthless = [each for each in wrong if each.gold is None or each.gold <= worst]
-    needed = f"a true '{success.key}'" if success.key else f"{success.reward:g}"
+    if success.key:
+        needed = f"a true '{success.key}'"
+    else:
+        needed = f"{success.reward:g}"
     found = f"{len(right)} of {len(known)} gold answers get {needed}"
     if wrong:
         first = wrong[0]
-        got = first.error if first.gold is None else f"gets {first.gold:g}"
+        if first.gold is None:
+            got = first.error
+        else:
+            got = f"gets {first.gold:g}"
         found += f"; the first that does not: sample {first.sample_id} (label {first.label!r:.60}) {got}"
         fix = (
             "fix the grader, --grader or the rows: python -m envs.check shows each episode; "
             "where the label is no answer, as in a game, write grader: none in the entry; where another reward is a "
             "success, success: 0.9, a key of the info, or none"
         )
-        return fault(found, fix) if 2 * len(worthless) > len(known) else warning(found, fix)
+        if 2 * len(worthless) > len(known):
+            return fault(found, fix)
+        return warning(found, fix)
     tried = [each for each in known if each.wrong is not None]
     fooled = [each for each in tried if each.is_fooled]
     if fooled:
         count = f"{len(fooled)} of {len(tried)} problems"
         found = f"wrong answers get {needed} on {count}, the first is sample {fooled[0].sample_id}"
         fix = "fix the grader: it must not reward every text"
-        return fault(found, fix) if len(fooled) == len(tried) else warning(found, fix)
+        if len(fooled) == len(tried):
+            return fault(found, fix)
+        return warning(found, fix)
     return ok(f"{found}{f', wrong ones less on all {len(tried)}' if tried else ''}")

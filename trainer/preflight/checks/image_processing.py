@@ -75,7 +75,9 @@ def check_settings(settings: Mapping[str, Any], vision: Any, model_type: str) ->
 
 
 def _rounded(values: Any) -> str:
-    return "none" if values is None else str([round(float(value), 3) for value in values])
+    if values is None:
+        return "none"
+    return str([round(float(value), 3) for value in values])
 
 
 def check_patches(

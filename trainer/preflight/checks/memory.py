@@ -42,7 +42,10 @@ class Change:
     def applied(self, config: RunConfig) -> RunConfig:
         """Return the configuration with these flags."""
         learner = config.learner.model_copy(update=dict(self.learner))
-        cluster = config.cluster.model_copy(update={"num_gpus": self.num_gpus}) if self.num_gpus else config.cluster
+        if self.num_gpus:
+            cluster = config.cluster.model_copy(update={"num_gpus": self.num_gpus})
+        else:
+            cluster = config.cluster
         return config.model_copy(update={"learner": learner, "cluster": cluster})
 
 
@@ -101,12 +104,23 @@ def check_memory(config: RunConfig, networks: MetaNetworks, free: FreeMemory) ->
 
     def fits(other: RunConfig) -> int | None:
         """Return the largest need of a configuration if it fits, else None."""
-        most = total(other)[0] if ranks * _least_weights(other, networks) <= free.host else free.host
-        return most if most <= TIGHT * free.host else None
+        if ranks * _least_weights(other, networks) <= free.host:
+            most = total(other)[0]
+        else:
+            most = free.host
+        if most <= TIGHT * free.host:
+            return most
+        return None
 
     most, least = total(config)
-    what = f"{ranks} learners" if ranks > 1 else "the learner"
-    engine = " and the engine" if _is_embedded(config) else ""
+    if ranks > 1:
+        what = f"{ranks} learners"
+    else:
+        what = "the learner"
+    if _is_embedded(config):
+        engine = " and the engine"
+    else:
+        engine = ""
     found = f"{what}{engine} may take {_gib(most)}, {_gib(free.host)} are free"
     changes = [change for change in CHANGES if "offload" not in change.learner]
     return _judge(most, least, free.host, found, lambda: _fix(config, changes, fits))
@@ -119,7 +133,10 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
     ranks = max(1, config.cluster.num_ranks)
     count = Parameters.of(model)
     tokens = max(config.learner.max_tokens_per_microbatch, config.data.max_prompt_tokens + config.env.max_new_tokens)
-    num_image_tokens = int(IMAGE_SHARE * tokens) if model.architecture.vision else 0
+    if model.architecture.vision:
+        num_image_tokens = int(IMAGE_SHARE * tokens)
+    else:
+        num_image_tokens = 0
     plan = Plan(
         num_gpus=ranks,
         tokens=tokens,
@@ -168,13 +185,17 @@ def _engine_bytes(config: RunConfig, networks: MetaNetworks, network: Any, size:
 
 
 def _value_bytes(config: RunConfig) -> int:
-    return 2 if config.model.dtype == "bfloat16" else 4
+    if config.model.dtype == "bfloat16":
+        return 2
+    return 4
 
 
 def _least_weights(config: RunConfig, networks: MetaNetworks) -> int:
     """Return the bytes of weights on a rank, however little of them is trained; 0 if they are offloaded."""
     ranks = max(1, config.cluster.num_ranks)
-    return 0 if config.learner.offload == "all" else _value_bytes(config) * networks.num_parameters // ranks
+    if config.learner.offload == "all":
+        return 0
+    return _value_bytes(config) * networks.num_parameters // ranks
 
 
 def _cache_bytes(config: RunConfig, network: Any, size: int) -> int:
@@ -221,10 +242,15 @@ def _check_gpus(config: RunConfig, networks: MetaNetworks, need: MemoryNeed, fre
         if _least_weights(other, networks) > min(map(room_on, range(num_gpus))):
             return None
         most, _, room = tightest(memory_need(other, networks))
-        return most if most <= TIGHT * room else None
+        if most <= TIGHT * room:
+            return most
+        return None
 
     most, least, room = tightest(need)
-    also = f" beside servers that take {config.engine.memory_share(beside_learner=True):g} of it" if shared else ""
+    if shared:
+        also = f" beside servers that take {config.engine.memory_share(beside_learner=True):g} of it"
+    else:
+        also = ""
     found = f"a GPU with a learner may need {_gib(most)}, {_gib(room)} are free{also}"
     return _judge(most, least, room, found, lambda: _fix(config, (*CHANGES, *MORE_GPUS), fits))
 
@@ -245,7 +271,10 @@ def _check_colocated(config: RunConfig, need: MemoryNeed, free: FreeMemory) -> S
     gpus = free.gpus[:num_gpus]
     room = max(0, min(free_bytes - int(fraction * total) for free_bytes, total in gpus) - PROCESS_BYTES)
     fitting = min((free_bytes - PROCESS_BYTES - need.resident / TIGHT) / total for free_bytes, total in gpus)
-    fix = f"give --mem-fraction {math.floor(100 * fitting) / 100:g}" if fitting >= 0.1 else "give --offload all"
+    if fitting >= 0.1:
+        fix = f"give --mem-fraction {math.floor(100 * fitting) / 100:g}"
+    else:
+        fix = "give --offload all"
     found = f"the learner keeps {_gib(need.resident)} while servers write, which leave it {_gib(room)}"
     return [_judge(need.resident, need.resident, room, found, lambda: fix)]
 
@@ -262,14 +291,18 @@ def _embedded_gpu(config: RunConfig, here: int) -> int:
     if not _is_embedded(config):
         return -1
     learners = tuple(range(config.cluster.num_gpus))
-    return first_server_gpu(config.engine.first_gpu, learners, here) if config.cluster.num_gpus else 0
+    if config.cluster.num_gpus:
+        return first_server_gpu(config.engine.first_gpu, learners, here)
+    return 0
 
 
 def _judge(most: int, least: int, room: int, found: str, fix: Callable[[], str]) -> Verdict:
     """Return a fault if the least need exceeds the room, a warning if the largest need nearly does, else ok."""
     if least > room:
         return fault(found, fix())
-    return warning(found, fix()) if most > TIGHT * room else ok(found)
+    if most > TIGHT * room:
+        return warning(found, fix())
+    return ok(found)
 
 
 def _fix(config: RunConfig, changes: Sequence[Change], fits: Callable[[RunConfig], int | None]) -> str:

@@ -47,7 +47,10 @@ def check_positions(samples: Sequence[TrainingSample], network: PolicyModel) -> 
         got = sample.positions_3T[:, place].tolist()
         wanted = expected_3T[:, place].tolist()
         is_flat = bool((sample.positions_3T == np.arange(len(sample.ids_T))).all())
-        what = "are flat, with no rows and columns for images" if is_flat else "are not those of Transformers"
+        if is_flat:
+            what = "are flat, with no rows and columns for images"
+        else:
+            what = "are not those of Transformers"
         found = f"positions {what}: token {place} stands at {got}, get_rope_index says {wanted}"
         return fault(found, "positions of a network with images are three: time, row, column (agents/model/mrope.py)")
     return ok(f"{tokens} positions of {len(samples)} streams with {images} images are those of Transformers")
@@ -95,11 +98,16 @@ def check_scores(
 ) -> Verdict:
     """Return whether log-probs of the text of some streams equal the expected ones, which are `whose`."""
     gaps_N = np.abs(np.concatenate(own) - np.concatenate(expected))
-    mean = float(gaps_N.mean()) if np.isfinite(gaps_N).all() else np.inf
+    if np.isfinite(gaps_N).all():
+        mean = float(gaps_N.mean())
+    else:
+        mean = np.inf
     gap = f"{mean:.2g} nats off {whose} on average, {gaps_N.max():.2g} at most"
     found = f"log-probs of {len(gaps_N)} text tokens are {gap}"
     limits = LIMITS[dtype]
     fix = "look at positions, weights and image preprocessing"
     if mean > limits.different:
         return fault(found, fix)
-    return warning(found, fix) if mean > limits.suspicious else ok(found)
+    if mean > limits.suspicious:
+        return warning(found, fix)
+    return ok(found)

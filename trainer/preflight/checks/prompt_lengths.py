@@ -19,7 +19,10 @@ def check_lengths(
     'prompts of 300 to 800 tokens, and 256 more, do not fit into 1024'
     """
     share = num_left_out / max(1, num_kept + num_left_out)
-    shown = f"prompts of {min(lengths)} to {max(lengths)} tokens" if lengths else "no prompt could be opened"
+    if lengths:
+        shown = f"prompts of {min(lengths)} to {max(lengths)} tokens"
+    else:
+        shown = "no prompt could be opened"
     if lengths and max(lengths) + max_new_tokens > context_length:
         found = f"{shown}, and {max_new_tokens} more, do not fit into {context_length}"
         return warning(found, "raise --context-length, or lower --max-prompt-tokens")

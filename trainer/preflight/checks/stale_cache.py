@@ -47,7 +47,10 @@ def check_caches(gaps: CacheGaps) -> Verdict:
     shown = ", ".join(f"{gap:.1g} ({use})" for use, gap in gaps.after.items())
     found = f"after a push that moved the learner by {gaps.moved:.2g} nats the engine is off by {shown}"
     after = list(gaps.after.values())
-    noise = max(NOISE_TIMES * gaps.before, SHARE * min(gaps.moved, 1.0)) if gaps.before > EXACT else 0.0
+    if gaps.before > EXACT:
+        noise = max(NOISE_TIMES * gaps.before, SHARE * min(gaps.moved, 1.0))
+    else:
+        noise = 0.0
     most = max(LEAST_GAP, noise)
     if not np.isfinite([gaps.moved, *after]).all() or max(after) > most:
         return fault(f"stale: {found}", "empty the engine's prefix and image caches with every push")

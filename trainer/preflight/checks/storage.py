@@ -50,9 +50,15 @@ class DiskNeed:
         A checkpoint holds float32 weights and Adam's two moments of all trained parameters. While a checkpoint is
         written, there is one more than `keep_checkpoints`.
         """
-        every = config.checkpoint.save_every if config.trains else 0
+        if config.trains:
+            every = config.checkpoint.save_every
+        else:
+            every = 0
         kept = config.checkpoint.keep_checkpoints
-        num_checkpoints = min(kept + 1, -(-config.steps // every)) if every else 0
+        if every:
+            num_checkpoints = min(kept + 1, -(-config.steps // every))
+        else:
+            num_checkpoints = 0
         if config.checkpoint.resume:  # existing checkpoints need no new room
             num_existing = len(found_steps(config.checkpoint.resume / CHECKPOINTS))
             num_checkpoints = max(min(1, num_checkpoints), num_checkpoints - num_existing)
@@ -103,7 +109,9 @@ def _room(place: Path, free: int, need: DiskNeed) -> Verdict:
     if need.total > free:
         # A run can lose recordings, but not checkpoints, weights for servers or the model at its end.
         least = need.checkpoints + need.model + need.sync
-        return fault(found, fix) if least > free else warning(found, fix)
+        if least > free:
+            return fault(found, fix)
+        return warning(found, fix)
     return ok(found)
 
 

@@ -138,7 +138,9 @@ def read_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
         found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", file.read_text(encoding="utf-8"))
     except OSError:
         return None
-    return found[1] if found else None
+    if found:
+        return found[1]
+    return None
 
 
 def check_versions(versions: Versions, uses: Uses) -> Verdict:
@@ -165,7 +167,9 @@ def _one(name: str, number: str, versions: Versions, uses: Uses) -> list[Verdict
         if row.package == name and _fits(number, row.versions) and row.concerns(versions, uses)
     ]
     has_fault = any(verdict.status == "fault" for verdict in known)
-    return known if has_fault else [*known, _in_range(name, number)]
+    if has_fault:
+        return known
+    return [*known, _in_range(name, number)]
 
 
 def _in_range(name: str, number: str) -> Verdict:
@@ -222,7 +226,10 @@ def _driver(versions: Versions) -> Verdict:
 
 
 def _fits(number: str, specifier: SpecifierSet | str) -> bool:
-    specifier = SpecifierSet(specifier) if isinstance(specifier, str) else specifier
+    if isinstance(specifier, str):
+        specifier = SpecifierSet(specifier)
+    else:
+        specifier = specifier
     return specifier.contains(Version(number).public.partition("+")[0], prereleases=True)
 
 

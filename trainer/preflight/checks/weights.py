@@ -31,7 +31,9 @@ def rows_of_checkpoint(path: str | Path) -> Rows:
         name = name.removeprefix(_PREFIX)
         if name not in tensors and name.endswith("embed_tokens.weight"):
             name = "lm_head.weight"  # a tied output layer may be saved in place of the embedding
-        return tensors.rows(name, start, end) if name in tensors else None
+        if name in tensors:
+            return tensors.rows(name, start, end)
+        return None
 
     return rows
 
@@ -42,7 +44,9 @@ def rows_of(tensors: Mapping[str, Tensor]) -> Rows:
 
     def rows(name: str, start: int, end: int) -> Tensor | None:
         tensor = known.get(name.removeprefix(_PREFIX))
-        return tensor if tensor is None or not tensor.dim() else tensor[start:end]
+        if tensor is None or not tensor.dim():
+            return tensor
+        return tensor[start:end]
 
     return rows
 
@@ -73,7 +77,10 @@ def check_same(own: Mapping[str, Tensor], other: Rows, own_name: str, other_name
         count = f"{len(wrong)} of {len(own)} parameters"
         found = f"{count} of {own_name} are not those of {other_name}; the first: {wrong[0]}"
         return fault(found, "the wrong weights were loaded, or under wrong names")
-    share = "all" if compared == values else f"{compared / values:.0%}"
+    if compared == values:
+        share = "all"
+    else:
+        share = f"{compared / values:.0%}"
     return ok(f"{len(own)} parameters of {own_name} are those of {other_name}, {share} of {values:,} values compared")
 
 
@@ -91,7 +98,10 @@ def _difference(
         ),
         None,
     )
-    where = "the vision tower" if ".visual." in name else "the decoder"
+    if ".visual." in name:
+        where = "the vision tower"
+    else:
+        where = "the decoder"
     holds = f" (it holds {_short(twin)})" if twin else ""
     return f"{_short(name)} of {where} has {values}{holds}"
 

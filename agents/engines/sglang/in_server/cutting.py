@@ -87,4 +87,6 @@ def _values(levels_PN: Tensor, wanted: Tensor, frames: int) -> Tensor | None:
     for channel in range(CHANNELS):
         values_CL[channel, levels_PCN[:, channel]] = wanted_PCN[:, channel]
     made = patch_values(levels_PN, values_CL, frames)
-    return values_CL if torch.equal(made.view(torch.uint8), wanted.view(torch.uint8)) else None
+    if torch.equal(made.view(torch.uint8), wanted.view(torch.uint8)):
+        return values_CL
+    return None

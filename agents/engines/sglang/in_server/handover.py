@@ -134,7 +134,10 @@ def unpack(
     ids: tuple[int | None, ...],
 ) -> Any:
     """Return SGLang's record of a prompt, in the scheduler."""
-    level_values = _level_values(*levels) if levels else None
+    if levels:
+        level_values = _level_values(*levels)
+    else:
+        level_values = None
     items = [
         MultimodalDataItem(
             modality=Modality.IMAGE,

@@ -40,13 +40,18 @@ class ImageProcessor(QwenVLImageProcessor):
     @functools.cached_property
     def _level_values(self) -> torch.Tensor | None:
         """The values of levels; None where SGLang was told to size images in its own way (`--mm-process-config`)."""
-        return None if self.image_config else learn_values(self._cut_by_sglang, self._form)
+        if self.image_config:
+            return None
+        return learn_values(self._cut_by_sglang, self._form)
 
     def _read(self, png: bytes, allocate: Allocate) -> Grid:
         """Write the levels of an image, or else its patches, those that SGLang's own way gives; return their grid."""
         with Image.open(io.BytesIO(png)) as file:
             file.load()
-            image = file if file.mode == "RGB" else file.convert("RGB")
+            if file.mode == "RGB":
+                image = file
+            else:
+                image = file.convert("RGB")
         size = (image.height, image.width)
         if self._level_values is None or stable_size(self._image_processor, *size) != size:
             kept_PN, grid = self._cut_by_sglang(image)

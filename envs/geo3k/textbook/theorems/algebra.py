@@ -32,7 +32,9 @@ class EqualExpressions(Theorem):
         return (large, less, small, total - less), rng.choice(_EQUAL)
 
     def remark(self, unknown: str) -> str:
-        return LOOKS_TANGENT if unknown == "tangents" else ""
+        if unknown == "tangents":
+            return LOOKS_TANGENT
+        return ""
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         large, less, small, more = givens

@@ -41,7 +41,9 @@ class ExteriorAngleTheorem(Theorem):
     def numbers(self, rng: Random, level: int) -> Case:
         first = pick_angle(rng, level, 25, 100)
         second = pick_angle(rng, level, 25, 145 - first)
-        return ((first, second), "exterior") if rng.random() < 0.5 else ((first + second, second), "remote")
+        if rng.random() < 0.5:
+            return ((first, second), "exterior")
+        return ((first + second, second), "remote")
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         return ExteriorAngle().solve(givens, unknown)
@@ -52,7 +54,10 @@ class ExteriorAngleTheorem(Theorem):
         figure = Figure(points | {"D": points["B"] + rng.uniform(0.35, 0.6)})
         figure.polygon("ABC")
         figure.line("BD", ends=rng.choice(("", "end")))
-        parts = ("CAB", "BCA", "CBD") if unknown == "exterior" else ("CBD", "BCA", "CAB")
+        if unknown == "exterior":
+            parts = ("CAB", "BCA", "CBD")
+        else:
+            parts = ("CBD", "BCA", "CAB")
         figure.label(givens, *parts, also=("ABC",))
         figure.spare_length(rng, "BC", "CA")
         return figure
@@ -77,7 +82,10 @@ class IsoscelesTriangle(Theorem):
         return rest(180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
-        base = (180 - givens[0]) / 2 if unknown == "base" else givens[0]
+        if unknown == "base":
+            base = (180 - givens[0]) / 2
+        else:
+            base = givens[0]
         points = triangle(base, base)
         if unknown == "outside":
             points["D"] = points["B"] + rng.uniform(0.35, 0.6)
@@ -88,7 +96,10 @@ class IsoscelesTriangle(Theorem):
             figure.line("BD")
             figure.label(givens, "CAB", "CBD")
         else:
-            parts = ("BCA", "CAB") if unknown == "base" else ("CAB", "BCA")
+            if unknown == "base":
+                parts = ("BCA", "CAB")
+            else:
+                parts = ("CAB", "BCA")
             figure.label(givens, *parts, also=("ABC",))
         figure.spare_length(rng, "AB", "AC")
         return figure
@@ -118,7 +129,10 @@ class BisectedAngle(Theorem):
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         first, second = givens
-        apex = 2 * second if unknown == "foot" else 180 - first - second
+        if unknown == "foot":
+            apex = 2 * second
+        else:
+            apex = 180 - first - second
         points = triangle(first, 180 - first - apex)
         inward = polar(first + apex / 2 + 180)
         points["D"] = meet(points["C"], points["C"] + inward, points["A"], points["B"])
@@ -142,7 +156,9 @@ class CrossingLines(Theorem):
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
-        return same(givens[0]) if unknown == "vertical" else rest(90 if unknown == "right" else 180, givens)
+        if unknown == "vertical":
+            return same(givens[0])
+        return rest(90 if unknown == "right" else 180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         turn = rng.uniform(0, 360)
@@ -210,10 +226,15 @@ class ParallelInTriangle(Theorem):
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
-        return same(givens[0]) if unknown == "same" else rest(180, givens)
+        if unknown == "same":
+            return same(givens[0])
+        return rest(180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
-        second = givens[1] if unknown == "other" else rng.randint(max(35, 80 - givens[0]), min(85, 145 - givens[0]))
+        if unknown == "other":
+            second = givens[1]
+        else:
+            second = rng.randint(max(35, 80 - givens[0]), min(85, 145 - givens[0]))
         # The angle at A is the first given, the apex C the second.
         points = triangle(givens[0], 180 - givens[0] - second)
         share = rng.uniform(0.4, 0.62)
@@ -252,7 +273,10 @@ class AltitudeAngle(Theorem):
         return " ".join([f"{calculation(90, '-', first)} {calculation(90, '-', second)}", *steps]), str(total)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
-        second = givens[1] if unknown == "apex" else rng.randint(40, 65)
+        if unknown == "apex":
+            second = givens[1]
+        else:
+            second = rng.randint(40, 65)
         points = triangle(givens[0], second)
         figure = Figure(points | {"D": foot(points["C"], points["A"], points["B"])})
         figure.polygon("ABC")

@@ -41,7 +41,10 @@ class AreaOfTriangle(_Area):
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         base, high = givens
-        at = base * rng.uniform(0.3, 0.6) if unknown == "inside" else -base * rng.uniform(0.25, 0.45)
+        if unknown == "inside":
+            at = base * rng.uniform(0.3, 0.6)
+        else:
+            at = -base * rng.uniform(0.25, 0.45)
         figure = Figure({"A": 0j, "B": complex(base), "C": complex(at, high), "D": complex(at)}, upright=True)
         figure.spans += ["AB"] if unknown == "inside" else []
         figure.polygon("ABC")
@@ -235,6 +238,9 @@ class CompositeArea(_Area):
             figure = Figure(points, upright=True)
             figure.polygon("ABCDEF")
             figure.right_angles += ["FAB", "ABC", "BCD", "DEF", "EFA"]
-            asked = "perimeter" if unknown == "perimeter" else "area"
+            if unknown == "perimeter":
+                asked = "perimeter"
+            else:
+                asked = "area"
             figure.label(givens, "AB", "FA", "CD", "DE", f"{asked} ABCDEF")
         return figure

@@ -89,11 +89,17 @@ class TwoTangents(Theorem):
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown != "perimeter":
-            half = givens[0] / 2 if unknown == "angle" else 90 - givens[0] / 2
+            if unknown == "angle":
+                half = givens[0] / 2
+            else:
+                half = 90 - givens[0] / 2
             figure = Figure(circle(A=-half, B=half) | {"P": complex(1 / math.cos(math.radians(half)))})
             figure.circle("OA")
             figure.line("PA", "PB")
-            parts = ("APB", "arc OAB") if unknown == "arc" else ("arc OAB", "APB")
+            if unknown == "arc":
+                parts = ("APB", "arc OAB")
+            else:
+                parts = ("arc OAB", "APB")
             figure.label(givens, *parts)
             return figure
         x, y, z = givens  # tangents from A, B and C
@@ -126,7 +132,10 @@ class SecantLengths(Theorem):
         if rng.random() < 0.5:
             root = rng.randint(3, high)
             outer = rng.randint(2, high)
-            inner = rng.randint(2, 2 * high) if level == 3 else root * root // outer - outer
+            if level == 3:
+                inner = rng.randint(2, 2 * high)
+            else:
+                inner = root * root // outer - outer
             return (outer, inner), "tangent"
         return (rng.randint(3, high), rng.randint(3, high), rng.randint(3, high)), "secant"
 
@@ -217,7 +226,10 @@ class ChordDistance(Theorem):
             half = leg_of(radius, far)
         else:
             half = givens[1] / 2
-            far = givens[0] if unknown == "radius" else leg_of(givens[0], half)
+            if unknown == "radius":
+                far = givens[0]
+            else:
+                far = leg_of(givens[0], half)
             radius = math.hypot(far, half)
         figure = Figure(
             {"O": 0j, "A": complex(-half, -far), "B": complex(half, -far), "M": complex(0, -far)}, spans=["AB"]
@@ -259,8 +271,13 @@ def pi_times(numerator: int, denominator: int) -> str:
     common = math.gcd(numerator, denominator)
     numerator = numerator // common
     denominator = denominator // common
-    times = "\\pi" if numerator == 1 else f"{numerator} \\pi"
-    return times if denominator == 1 else f"\\frac {{ {times} }} {{ {denominator} }}"
+    if numerator == 1:
+        times = "\\pi"
+    else:
+        times = f"{numerator} \\pi"
+    if denominator == 1:
+        return times
+    return f"\\frac {{ {times} }} {{ {denominator} }}"
 
 
 class ArcLength(_Round):

@@ -38,7 +38,10 @@ class InscribedAngle(Theorem):
         return divide(given, 2)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
-        half = givens[0] if unknown in ("arc", "central") else givens[0] / 2
+        if unknown in ("arc", "central"):
+            half = givens[0]
+        else:
+            half = givens[0] / 2
         figure = Figure(circle(A=-half, B=half, C=180 + rng.uniform(-0.5, 0.5) * (140 - half)))
         figure.circle("OA")
         figure.line("CA", "CB")
@@ -96,7 +99,10 @@ class CyclicQuadrilateral(Theorem):
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         # The arc BCD is twice the angle at A. C cuts it, and A the rest, so that the second given is at B.
         wide = 2 * givens[0]
-        second = givens[1] if unknown == "both" else rng.randint(75, 105)
+        if unknown == "both":
+            second = givens[1]
+        else:
+            second = rng.randint(75, 105)
         cut = wide * rng.uniform(0.4, 0.6)  # arc BC
         after = 2 * second - (wide - cut)  # arc DA, because the angle at B stands on the arc CDA
         figure = Figure(circle("o", A=0, B=360 - wide - after, C=360 - wide - after + cut, D=360 - after))
@@ -116,7 +122,9 @@ class TangentChord(Theorem):
 
     def numbers(self, rng: Random, level: int) -> Case:
         half = pick_angle(rng, level, 30, 85)
-        return ((half,), "arc") if rng.random() < 0.5 else ((2 * half,), "angle")
+        if rng.random() < 0.5:
+            return ((half,), "arc")
+        return ((2 * half,), "angle")
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
@@ -127,14 +135,20 @@ class TangentChord(Theorem):
         return twice(given)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
-        half = givens[0] if unknown == "arc" else givens[0] / 2
+        if unknown == "arc":
+            half = givens[0]
+        else:
+            half = givens[0] / 2
         figure = Figure(
             circle(T=-90, B=-90 + 2 * half) | {"A": -1j + rng.uniform(1.1, 1.4), "c": -1j - rng.uniform(0.8, 1.2)}
         )
         figure.circle("OT")
         figure.line("cA", ends="both")
         figure.line("TB")
-        parts = ("ATB", "arc OTB") if unknown == "arc" else ("arc OTB", "ATB")
+        if unknown == "arc":
+            parts = ("ATB", "arc OTB")
+        else:
+            parts = ("arc OTB", "ATB")
         figure.label(givens, *parts)
         return figure
 
@@ -193,7 +207,9 @@ class SecantAngles(Theorem):
     def numbers(self, rng: Random, level: int) -> Case:
         near = pick_angle(rng, level, 25, 60)
         far = near + 2 * pick_angle(rng, level, 25, 45)
-        return ((far, near), "angle") if rng.random() < 0.6 else ((far, (far - near) // 2), "near")
+        if rng.random() < 0.6:
+            return ((far, near), "angle")
+        return ((far, (far - near) // 2), "near")
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
@@ -208,13 +224,19 @@ class SecantAngles(Theorem):
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         far = givens[0]
-        near = givens[1] if unknown == "angle" else far - 2 * givens[1]
+        if unknown == "angle":
+            near = givens[1]
+        else:
+            near = far - 2 * givens[1]
         lean = rng.uniform(-8, 8)
         figure = Figure(circle("o", A=-near / 2 + lean, C=near / 2 + lean, B=180 + far / 2, D=180 - far / 2))
         figure.points["P"] = meet(*figure.ends("ABCD"))
         figure.circles.append("oA")
         figure.line("PB", "PD")
-        parts = ("arc oAC", "BPD") if unknown == "angle" else ("BPD", "arc oAC")
+        if unknown == "angle":
+            parts = ("arc oAC", "BPD")
+        else:
+            parts = ("BPD", "arc oAC")
         figure.label(givens, "arc oDB", *parts)
         return figure
 

@@ -46,10 +46,14 @@ class Pythagoras(Theorem):
         if level == 3:
             a = rng.randint(3, 20)
             b = rng.randint(3, 20)
-            return ((a, b), "hypotenuse") if rng.random() < 0.5 else ((a + b // 2 + 1, a), "leg")
+            if rng.random() < 0.5:
+                return ((a, b), "hypotenuse")
+            return ((a + b // 2 + 1, a), "leg")
         a, b, c = scaled_triple(rng, 6 if level == 1 else 9, TRIPLES[: 3 if level == 1 else 5])
         a, b = (a, b) if rng.random() < 0.5 else (b, a)
-        return ((a, b), "hypotenuse") if rng.random() < 0.5 else ((c, a), "leg")
+        if rng.random() < 0.5:
+            return ((a, b), "hypotenuse")
+        return ((c, a), "leg")
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         first, second = givens
@@ -62,11 +66,17 @@ class Pythagoras(Theorem):
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         first, second = givens
-        legs = givens if unknown == "hypotenuse" else (second, leg_of(first, second))
+        if unknown == "hypotenuse":
+            legs = givens
+        else:
+            legs = (second, leg_of(first, second))
         figure = Figure(right(*legs))
         figure.polygon("ABC")
         figure.right_angles.append("ACB")
-        parts = ("CA", "CB", "AB") if unknown == "hypotenuse" else ("AB", "CA", "CB")
+        if unknown == "hypotenuse":
+            parts = ("CA", "CB", "AB")
+        else:
+            parts = ("AB", "CA", "CB")
         figure.label(givens, *parts)
         return figure
 
@@ -188,21 +198,29 @@ class RectangleDiagonals(Theorem):
             a = rng.randint(4, 24)
             b = rng.randint(4, 24)
             c = a + b // 2 + 1
-        return ((a, b), "diagonal") if rng.random() < 0.5 else ((c, a), "side")
+        if rng.random() < 0.5:
+            return ((a, b), "diagonal")
+        return ((c, a), "side")
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         return Pythagoras().work(givens, "hypotenuse" if unknown == "diagonal" else "leg")
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         first, second = givens
-        other = math.sqrt(first * first - second * second) if unknown == "side" else second
+        if unknown == "side":
+            other = math.sqrt(first * first - second * second)
+        else:
+            other = second
         wide, high = (second, other) if unknown == "side" else (first, second)
         points = {"A": 0j, "B": complex(wide), "C": complex(wide, high), "D": complex(0, high)}
         figure = Figure(points)
         figure.polygon("ABCD")
         figure.line("AC")
         figure.right_angles += rng.choice((["ABC"], ["ABC", "CDA"], ["ABC", "BCD", "CDA", "DAB"]))
-        parts = ("AB", "BC", "AC") if unknown == "diagonal" else ("AC", "AB", "BC")
+        if unknown == "diagonal":
+            parts = ("AB", "BC", "AC")
+        else:
+            parts = ("AC", "AB", "BC")
         figure.label(givens, *parts)
         return figure
 
@@ -220,7 +238,9 @@ class RhombusDiagonals(Theorem):
             a = rng.randint(3, 20)
             b = rng.randint(3, 20)
             c = max(a, b) + rng.randint(1, 8)
-        return ((a, b), "side") if rng.random() < 0.5 else ((c, a), "half")
+        if rng.random() < 0.5:
+            return ((a, b), "side")
+        return ((c, a), "half")
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         return Pythagoras().work(givens, "hypotenuse" if unknown == "side" else "leg")
@@ -234,7 +254,10 @@ class RhombusDiagonals(Theorem):
         figure.polygon("ABCD")
         figure.line("AC", "BD")
         figure.equal("AB", "BC", "CD", "DA")
-        parts = ("EA", "ED", "AD") if unknown == "side" else ("AD", "EA", "ED")
+        if unknown == "side":
+            parts = ("EA", "ED", "AD")
+        else:
+            parts = ("AD", "EA", "ED")
         figure.label(givens, *parts)
         return figure
 
@@ -248,7 +271,9 @@ class SegmentAddition(Theorem):
         high = {1: 12, 2: 40, 3: 80}[level]
         a = rng.randint(high // 3, high)
         b = rng.randint(high // 3, high)
-        return ((a + b, a), "part") if rng.random() < 0.5 else ((a, b), "whole")
+        if rng.random() < 0.5:
+            return ((a + b, a), "part")
+        return ((a, b), "whole")
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         whole, part = givens
@@ -261,6 +286,9 @@ class SegmentAddition(Theorem):
         whole, part = givens if unknown == "part" else (sum(givens), givens[0])
         figure = Figure({"A": 0j, "D": complex(part), "B": complex(whole)}, dots=list("ADB"), spans=["AB"])
         figure.line("AB")
-        parts = ("AB", "AD", "DB") if unknown == "part" else ("AD", "DB", "AB")
+        if unknown == "part":
+            parts = ("AB", "AD", "DB")
+        else:
+            parts = ("AD", "DB", "AB")
         figure.label(givens, *parts)
         return figure

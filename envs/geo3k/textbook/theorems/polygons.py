@@ -69,7 +69,9 @@ class ParallelogramAngles(Theorem):
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         require_angles(givens)
-        return same(givens[0]) if unknown == "opposite" else rest(180, givens)
+        if unknown == "opposite":
+            return same(givens[0])
+        return rest(180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown == "diagonal":  # the corner A, and the angle ABD

@@ -23,10 +23,15 @@ class TriangleMidsegment(Theorem):
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         (given,) = givens
-        return twice(given) if unknown == "base" else divide(given, 2)
+        if unknown == "base":
+            return twice(given)
+        return divide(given, 2)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
-        base = 2 * givens[0] if unknown == "base" else givens[0]
+        if unknown == "base":
+            base = 2 * givens[0]
+        else:
+            base = givens[0]
         first = rng.randint(45, 75)
         second = rng.randint(45, 75)
         points = triangle(first, second, base)
@@ -36,7 +41,10 @@ class TriangleMidsegment(Theorem):
         figure.line("DE")
         figure.equal("AD", "DC")
         figure.equal("BE", "EC", count=2)
-        parts = ("DE", "AB") if unknown == "base" else ("AB", "DE")
+        if unknown == "base":
+            parts = ("DE", "AB")
+        else:
+            parts = ("AB", "DE")
         figure.label(givens, *parts)
         figure.spare_angle("CAB", first)
         return figure
@@ -76,7 +84,10 @@ class TrapezoidMidline(Theorem):
         figure.parallel("AB", "DC")
         figure.equal("AE", "ED")
         figure.equal("BF", "FC", count=2)
-        parts = ("DC", "AB", "EF") if unknown == "midline" else ("EF", "DC", "AB")
+        if unknown == "midline":
+            parts = ("DC", "AB", "EF")
+        else:
+            parts = ("EF", "DC", "AB")
         figure.label(givens, *parts)
         return figure
 
@@ -112,7 +123,10 @@ class SideSplitter(_Proportional):
         asked = same * across / diagonal
         opening = rng.randint(40, 80)
         upper, lower = (asked, same) if rng.random() < 0.5 else (same, asked)
-        other = (across, diagonal) if upper == asked else (diagonal, across)
+        if upper == asked:
+            other = (across, diagonal)
+        else:
+            other = (diagonal, across)
         u = polar(-90 - opening / 2)
         v = polar(-90 + opening / 2)
         points = {"C": 0j, "D": u * upper, "A": u * (upper + lower), "E": v * other[0], "B": v * (other[0] + other[1])}
@@ -202,7 +216,9 @@ class Centroid(Theorem):
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         (given,) = givens
-        return twice(given) if unknown == "long" else divide(given, 2)
+        if unknown == "long":
+            return twice(given)
+        return divide(given, 2)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         points = triangle(rng.uniform(48, 70), rng.uniform(48, 70))

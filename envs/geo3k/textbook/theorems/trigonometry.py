@@ -63,7 +63,10 @@ class TrigonometricRatio(Theorem):
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         opening = math.radians(givens[0])
         side = givens[1]
-        long = side / math.cos(opening) if unknown == "tan" else float(side)
+        if unknown == "tan":
+            long = side / math.cos(opening)
+        else:
+            long = float(side)
         figure = Figure(right(long * math.cos(opening), long * math.sin(opening)))
         figure.polygon("ABC")
         figure.right_angles.append("ACB")

@@ -90,7 +90,9 @@ class TowerGraphs:
             end = first + sum(lengths[images])
             encoded.append(self._encode_pass(patches_PD[first:end], grids_N3[images], grids[images]))
             first = end
-        return encoded[0] if len(encoded) == 1 else torch.cat(encoded)
+        if len(encoded) == 1:
+            return encoded[0]
+        return torch.cat(encoded)
 
     def _encode_pass(self, patches_PD: Tensor, grids_N3: Tensor, grids: list[list[int]]) -> Tensor:
         size = next((size for size in SIZES if size >= len(patches_PD)), 0)
@@ -134,7 +136,10 @@ class TowerGraphs:
         """Run all layers over the first rows of the buffers."""
         tower = self._tower
         starts = buffers.starts[: num_images + 1]
-        places = [starts, starts[1:] - starts[:-1], size] if _TAKES_LENGTHS[_attention(tower)] else [starts, size]
+        if _TAKES_LENGTHS[_attention(tower)]:
+            places = [starts, starts[1:] - starts[:-1], size]
+        else:
+            places = [starts, size]
         state, deep = buffers.embedded[:size].clone().unsqueeze(1), []  # layers add to it in place
         for number, layer in enumerate(tower.blocks):
             state = layer(
@@ -197,7 +202,9 @@ def why_not(tower: Any) -> str:
         return f"it computes in {tower.dtype}"
     if _attention(tower) not in _TAKES_LENGTHS:
         return f"its attention is {_attention(tower)}"
-    return "" if tower.blocks[0].attn.num_attention_heads_per_partition == tower.num_heads else "it is cut over GPUs"
+    if tower.blocks[0].attn.num_attention_heads_per_partition == tower.num_heads:
+        return ""
+    return "it is cut over GPUs"
 
 
 def install(qwen3_vl: Any) -> None:
