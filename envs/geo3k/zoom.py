@@ -39,7 +39,7 @@ class Geo3kZoomEnv(ToolEnv):
 
     @tool
     def zoom(self, left: Thousandth, top: Thousandth, right: Thousandth, bottom: Thousandth) -> Image.Image:
-        """Show a part of the image enlarged.
+        """Show a part of the picture enlarged.
 
         Args:
             left: left edge, in thousandths of the width

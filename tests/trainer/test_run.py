@@ -216,9 +216,9 @@ def test_every_bundled_environment_trains(env_id: str, checkpoint: Path, tmp_pat
     assert not {"env_error", "env_timeout", "invalid_stream"} & summary["end_reasons"].keys()
     spec = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (spec["id"], spec["max_turns"]) == (env_id, load_registry()[env_id].max_turns)
-    others = {"geo3k_single": {"no_tools"}, "guess": {"no_tools"}, "frozen_lake": {"with_tool"}}
+    others = {"geo3k_single": {"no_tools"}, "guess": {"no_tools"}, "coins": {"no_tools"}, "frozen_lake": {"with_tool"}}
     expected = others.get(env_id, {"with_tool", "without_tool"})
-    assert set(summary["accuracy_after"]) == expected
+    assert set(summary["mean_reward_after"]) == expected
 
 
 def test_a_broken_environment_is_counted_and_stops_nothing(checkpoint: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_image_is_sent_whole_once_and_again_when_it_was_missed(renderer: Rende
 
 def test_the_key_is_of_the_pixels_that_the_model_reads(renderer: Renderer) -> None:
     (one,) = processed(renderer, 1)
-    copy = ProcessedImage("another name", one.pixels_PD, one.grid_thw, one.num_tokens, one.image)
+    copy = ProcessedImage("another name", one.pixels_PD, one.grid_thw, one.num_tokens, one.resized)
     resized = ProcessedImage(one.digest, one.pixels_PD, one.grid_thw, one.num_tokens, make_image(96, 32, 1))
     keys = [SentImages().entries([image], "salt")[0].split(":")[1] for image in (one, copy, resized)]
     assert keys[0] == keys[1] != keys[2]
