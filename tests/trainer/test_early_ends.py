@@ -27,6 +27,7 @@ time.sleep(30)
 SMALL = ["--steps=1", "--problems-per-step=1", "--group-size=2", "--train-size=4", "--eval-size=0", "--tracker="]
 
 
+@pytest.mark.usefixtures("ctrl_c")  # a process started in the background passes on that it ignores SIGINT
 @pytest.mark.parametrize("library", ["pydantic", "torch"])  # of every command, and of what runs behind its flags
 @pytest.mark.parametrize("module", ["trainer.run", "trainer.evaluate", "trainer.sft"])
 def test_ctrl_c_while_a_command_imports_is_one_word_and_no_traceback(module: str, library: str, tmp_path: Path) -> None:
