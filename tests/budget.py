@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import settings
 
-QUICK = 20
+QUICK = 10
 #: Set by `make test`; `make test-all` and pytest by itself draw the full number.
 IS_QUICK = os.environ.get("HYPOTHESIS_PROFILE") == "quick"
 
