@@ -296,19 +296,22 @@ def kept(key: str, patches: torch.Tensor, grid_thw: tuple[int, int, int]) -> Ima
     return keep_image(key, b"", cut)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
-def test_another_process_maps_a_image_to_the_bit(dtype: torch.dtype) -> None:
-    patches = (100 * torch.rand(80, 1536, generator=torch.Generator().manual_seed(0))).to(dtype)
-    address = kept("5f5f", patches, (1, 8, 10))
+def test_another_process_maps_a_image_of_any_dtype_to_the_bit() -> None:
+    values = 100 * torch.rand(80, 1536, generator=torch.Generator().manual_seed(0))
+    images = [values.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)]
+    addresses = [kept(f"5f5f{number}", patches, (1, 8, 10)) for number, patches in enumerate(images)]
     code = (
         "import sys, pickle; from agents.engines.sglang.in_server.kept_images import map_image\n"
-        "address = pickle.load(sys.stdin.buffer); patches = map_image(address)\n"
-        "assert map_image(address) is patches\n"
-        "import torch; sys.stdout.buffer.write(patches.view(torch.uint8).numpy().tobytes())"
+        "import torch\n"
+        "for address in pickle.load(sys.stdin.buffer):\n"
+        "    patches = map_image(address)\n"
+        "    assert map_image(address) is patches\n"
+        "    sys.stdout.buffer.write(patches.view(torch.uint8).numpy().tobytes())"
     )
-    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(address), capture_output=True, check=True)
-    assert done.stdout == patches.view(torch.uint8).numpy().tobytes()
-    os.close(address.fd)
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(addresses), capture_output=True, check=True)
+    assert done.stdout == b"".join(patches.view(torch.uint8).numpy().tobytes() for patches in images)
+    for address in addresses:
+        os.close(address.fd)
 
 
 def test_images_outlive_the_process_that_made_them_where_they_are_mapped_and_are_never_taken_for_others() -> None:
@@ -472,6 +475,7 @@ def test_two_runs_on_one_server_share_images_but_no_encodings(url: str, renderer
     assert first == second and how == [{"png": 2}]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_gets_its_images_again(checkpoint: Path, renderer: Renderer, tmp_path: Path) -> None:
     async def play(engine: SGLangEngine) -> Any:
         await write(engine, asked(renderer, (1, 2)))
