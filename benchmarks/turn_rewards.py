@@ -1,7 +1,8 @@
 """What credit by turn is worth on `coins`: `python -m benchmarks.turn_rewards --seeds 0 1 2`.
 
 Trains the bundled model with one advantage for all turns of an episode, and with one for each turn, on the same
-problems. Prints a table and writes the curves to `benchmarks/results/turn_rewards.json` after each run.
+problems. Prints a table and writes the curves to `benchmarks/results/turn_rewards.json` after each run. Every other
+flag goes to `trainer.run`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -24,12 +26,13 @@ PACKAGES = ("torch", "transformers", "numpy", "pillow")
 WINDOW = 5
 
 
-def train(advantage: str, seed: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def train(advantage: str, seed: int, args: argparse.Namespace, extra: Sequence[str], folder: Path) -> dict[str, Any]:
     """Return the rewards of one run: of each step, and on held-out problems before and after."""
     name = f"{advantage}-{seed}"
     flags = ["--env", "coins", "--advantage", advantage, "--seed", str(seed), "--steps", str(args.steps)]
     places = ["--eval-size", str(args.eval_size), "--record", "0", "--out", str(folder), "--name", name]
-    subprocess.run([sys.executable, "-m", "trainer.run", *flags, *places, "--tracker", ""], cwd=ROOT, check=True)
+    command = [sys.executable, "-m", "trainer.run", *flags, *places, "--tracker", "", *extra]
+    subprocess.run(command, cwd=ROOT, check=True)
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / name / "summary.json").read_text())
     return {
@@ -65,15 +68,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--eval-size", type=int, default=128)
     parser.add_argument("--out", type=Path, default=RESULTS / "turn_rewards.json")
-    args = parser.parse_args()
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    args, extra = parser.parse_known_args()
     at = commit()
     runs: list[dict[str, Any]] = []
-    command = f"python -m benchmarks.turn_rewards --steps {args.steps} --eval-size {args.eval_size}"
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in args.seeds:
-            for advantage in args.advantages:
-                runs.append(train(advantage, seed, args, Path(folder)))
-                write_result(args.out, command, {"runs": runs}, at, PACKAGES)
+    command = " ".join(["python -m benchmarks.turn_rewards", *sys.argv[1:]])
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        wanted = [(advantage, seed) for seed in args.seeds for advantage in args.advantages]
+        for done in as_completed([pool.submit(train, *each, args, extra, Path(folder)) for each in wanted]):
+            runs.append(done.result())
+            runs.sort(key=lambda run: wanted.index((run["advantage"], run["seed"])))
+            write_result(args.out, command, {"runs_at_once": args.jobs, "runs": runs}, at, PACKAGES)
     print(table(runs))
 
 
