@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rich import box
@@ -54,7 +54,7 @@ class Finding:
     status: Status
     found: str
     fix: str = ""
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def passed(self) -> bool | None:

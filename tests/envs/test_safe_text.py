@@ -38,6 +38,7 @@ PRINTS_ITSELF = {
     "envs/interrupts.py": "a text of its own",
     "envs/execution/watchdog_process.py": "names calls as `watchdog` has escaped them, and places in code",
     "trainer/learner/ray_group.py": "a text of its own",
+    "trainer/metrics/console.py": "a text of its own",
     "trueturn/recorded.py": "escapes each line",
 }
 #: Programs that no person starts: one writes into a log file, the other is the watchdog's process.

@@ -357,7 +357,7 @@ def test_lent_weights_go_to_every_gpu_of_every_server_and_are_held_until_all_hav
     given: dict[str, torch.Tensor] = {}
 
     @contextlib.contextmanager
-    def share_weights() -> Iterator[WeightHandles]:
+    def shared_once() -> Iterator[WeightHandles]:
         is_open.append(True)
         with share_weights(learner) as shared:
             yield shared
@@ -380,7 +380,7 @@ def test_lent_weights_go_to_every_gpu_of_every_server_and_are_held_until_all_hav
         engine.servers.all = [Server(client.url, number, is_up=True) for number in range(2)]
         for server in engine.servers.all:
             server.client = client
-        await IpcTransport(learner, engine, tmp_path, share_weights).push(version=1)
+        await IpcTransport(learner, engine, tmp_path, shared_once).push(version=1)
 
     asyncio.run(play())
     assert not is_open and len(seen) == 2 and seen[0] == seen[1]
