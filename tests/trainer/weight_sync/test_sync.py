@@ -34,7 +34,7 @@ from agents.types import Completion, GenerateRequest
 from tests.builders import fresh_model, sampling
 from tests.prompts import make_image, question
 from trainer.learner.buckets import buckets
-from trainer.learner.cuda_ipc import COUNTER_PLACES, DEVICE_PLACE, Counters, WeightHandles, handles
+from trainer.learner.cuda_ipc import COUNTER_PLACES, DEVICE_PLACE, Counters, WeightHandles, handles, share_weights
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.weight_sync.sync import SyncError, WeightSync
 from trainer.weight_sync.transports import InProcessTransport, IpcTransport, ServersTransport, Transfer
