@@ -107,8 +107,17 @@ def write_config(config: BaseModel, path: Path) -> None:
 
 
 def read_config(path: Path) -> RunConfig:
-    """Return the configuration that `write_config` wrote. Raises `UserError` where a key or value is wrong."""
-    return validate(RunConfig, read_file(RunConfig, path))
+    """Return the configuration that `write_config` wrote.
+
+    Raises:
+        UserError: a key or value is wrong, or the file was cut, which would give defaults in place of the run's values.
+    """
+    settings = read_file(RunConfig, path)
+    *_, (last, _) = leaves(RunConfig)
+    if last not in settings:
+        fix = "take the file from a copy of the run folder"
+        raise UserError(str(path), f"must be whole, to {'.'.join(last)}", "an earlier end", fix)
+    return validate(RunConfig, settings)
 
 
 def check_resumable(config: C, base: C, fixed: Sequence[FieldPath] = FIXED) -> None:

@@ -138,6 +138,18 @@ def test_no_two_fields_share_a_flag_and_all_have_a_description() -> None:
     assert not {path[-1] for path in FIELDS} & {"config", "print_config"}
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_kept_configuration_that_was_cut_is_refused_and_not_filled_with_defaults(
+    share: float, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    write_config(RunConfig(seed=7), path)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text[: int(share * len(text))], encoding="utf-8")
+    with pytest.raises(UserError, match=r"config.yaml: must be whole, to log.record, got an earlier end"):
+        read_config(path)
+
+
 def test_a_kept_configuration_is_the_printed_one_without_what_it_was_resumed_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
