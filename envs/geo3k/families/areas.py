@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 from envs.geo3k.canvas import Canvas, Point
-from envs.geo3k.families.arithmetic import calculation, divide, multiply
+from envs.geo3k.families.arithmetic import calculation, multiply, proportion
 from envs.geo3k.families.family import Case, Family, Givens, Solution, require, require_lengths
 from envs.geo3k.families.layout import LABEL_MARGIN, flipped, rotated
 
@@ -42,7 +42,7 @@ class _FourSided(_Figure):
         require_lengths(givens)
         if unknown == "perimeter":
             half = sum(givens)
-            return f"{givens[0]} + {givens[1]} = {half}. {calculation(2, '*', half)}", str(2 * half)
+            return f"{calculation(givens[0], '+', givens[1])} {calculation(2, '*', half)}", str(2 * half)
         steps, area = multiply(*givens)
         return " ".join(steps), str(area)
 
@@ -107,9 +107,8 @@ class TriangleArea(_Figure):
 
     def solve(self, givens: Givens, unknown: str) -> Solution:
         require_lengths(givens)
-        steps, product = multiply(*givens)
-        last, answer = divide(product, 2)
-        return " ".join([*steps, last]), answer
+        base, height = givens
+        return proportion(base, height, 2)
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         right = rng.random() < 0.3
@@ -144,9 +143,8 @@ class TrapezoidArea(_Figure):
         require_lengths(givens)
         short, long, height = givens
         require(short < long, "the second parallel side is the longer one")
-        steps, product = multiply(short + long, height)
-        last, answer = divide(product, 2)
-        return " ".join([calculation(short, "+", long), *steps, last]), answer
+        steps, answer = proportion(short + long, height, 2)
+        return f"{calculation(short, '+', long)} {steps}", answer
 
     def canonical(self, givens: Givens, unknown: str) -> Givens:
         return givens

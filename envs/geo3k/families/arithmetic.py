@@ -8,12 +8,21 @@ from collections.abc import Sequence
 
 def fraction(numerator: int, denominator: int) -> str:
     r"""Return a reduced fraction: fraction(7, 2) is '\frac { 7 } { 2 }', fraction(8, 2) is '4'."""
+    numerator, denominator = reduced(numerator, denominator)
+    return over(str(numerator), denominator)
+
+
+def reduced(numerator: int, denominator: int) -> tuple[int, int]:
+    """Return both numbers without their common divisors."""
     common = math.gcd(numerator, denominator)
-    numerator = numerator // common
-    denominator = denominator // common
+    return numerator // common, denominator // common
+
+
+def over(term: str, denominator: int) -> str:
+    r"""Return a fraction of a text, or the text alone over 1: over("\\pi", 3) is '\frac { \pi } { 3 }'."""
     if denominator == 1:
-        return str(numerator)
-    return f"\\frac {{ {numerator} }} {{ {denominator} }}"
+        return term
+    return f"\\frac {{ {term} }} {{ {denominator} }}"
 
 
 def radical(factor: int, radicand: int, denominator: int = 1) -> str:
@@ -25,16 +34,21 @@ def radical(factor: int, radicand: int, denominator: int = 1) -> str:
             break
     if radicand == 1:
         return fraction(factor, denominator)
-    common = math.gcd(factor, denominator)
-    factor = factor // common
-    denominator = denominator // common
+    factor, denominator = reduced(factor, denominator)
     if factor == 1:
         surd = f"\\sqrt {{ {radicand} }}"
     else:
         surd = f"{factor} \\sqrt {{ {radicand} }}"
-    if denominator == 1:
-        return surd
-    return f"\\frac {{ {surd} }} {{ {denominator} }}"
+    return over(surd, denominator)
+
+
+def root_of(square: int) -> tuple[str, str]:
+    r"""Return the step of a square root and its value: 50 -> "\sqrt { 50 } = 5 \sqrt { 2 }.", "5 \sqrt { 2 }"."""
+    answer = radical(1, square)
+    root = f"\\sqrt {{ {square} }}"
+    if answer == root:
+        return f"{root}.", answer
+    return f"{root} = {answer}.", answer
 
 
 def calculation(a: int, sign: str, b: int) -> str:
@@ -80,6 +94,19 @@ def divide(a: int, b: int) -> tuple[str, str]:
     r"""Return the step and the exact quotient: divide(7, 2) is ('7 / 2 = \frac { 7 } { 2 }.', '\frac { 7 } { 2 }')."""
     answer = fraction(a, b)
     return f"{a} / {b} = {answer}.", answer
+
+
+def proportion(a: int, b: int, c: int) -> tuple[str, str]:
+    """Return the solution of an unknown that is a * b / c."""
+    steps, product = multiply(a, b)
+    last, answer = divide(product, c)
+    return " ".join([*steps, last]), answer
+
+
+def mean(a: int, b: int) -> tuple[str, str]:
+    """Return the solution of an unknown that is half the sum of two numbers."""
+    step, answer = divide(a + b, 2)
+    return f"{calculation(a, '+', b)} {step}", answer
 
 
 def rest(whole: int, parts: Sequence[int]) -> tuple[str, str]:

@@ -8,10 +8,12 @@ right then gives the same reasoning.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from random import Random
 from typing import ClassVar
 
 from envs.geo3k.canvas import Canvas
+from envs.geo3k.families.arithmetic import rest, same
 
 Givens = tuple[int, ...]
 Case = tuple[Givens, str]  # givens, and the name of the unknown
@@ -55,9 +57,29 @@ class Family(ABC):
         return tuple(sorted(givens))
 
 
-def pick_angle(rng: Random, level: int, low: int, high: int) -> int:
+class AngleFamily(Family):
+    """A family whose unknown makes a whole together with the given angles, or equals the given one.
+
+    `wholes` has the whole of each unknown of the first kind, in degrees.
+    """
+
+    wholes: ClassVar[Mapping[str, int]]
+
+    def solve(self, givens: Givens, unknown: str) -> Solution:
+        return solve_angle(givens, self.wholes.get(unknown))
+
+
+def solve_angle(givens: Givens, whole: int | None) -> Solution:
+    """Return the solution of an angle that makes a whole with the given ones; without a whole it equals the first."""
+    require_angles(givens)
+    if whole is None:
+        return same(givens[0])
+    return rest(whole, givens)
+
+
+def pick_angle(rng: Random, level: int, low: int, high: int, steps: Mapping[int, int] = ANGLE_STEP) -> int:
     """Return an angle in [low, high] degrees, a multiple of the level's step; the range must contain one."""
-    step = ANGLE_STEP[level]
+    step = steps[level]
     return step * rng.randint(-(-low // step), high // step)
 
 

@@ -7,8 +7,8 @@ import math
 from random import Random
 
 from envs.geo3k.canvas import Canvas, Point
-from envs.geo3k.families.arithmetic import rest, same
-from envs.geo3k.families.family import Case, Family, Givens, Solution, pick_angle, require, require_angles
+from envs.geo3k.families.arithmetic import calculation
+from envs.geo3k.families.family import AngleFamily, Case, Givens, Solution, pick_angle, require, require_angles
 from envs.geo3k.families.layout import TURN, arrange, flipped, in_order, mirrored, rotated, soften
 
 LEAST_SHOWN = 38  # degrees; a narrower corner has no room for its label
@@ -18,13 +18,14 @@ def _texts(givens: Givens) -> list[str]:
     return [f"{angle}°" for angle in givens]
 
 
-class LinearPair(Family):
+class LinearPair(AngleFamily):
     """Angles that together make a straight line; unknown `one`, `two` or `right` says what is given.
 
     `two` gives two of three angles (levels 2 and 3), `right` one angle beside a right angle.
     """
 
     name = "linear_pair"
+    wholes = {"one": 180, "two": 180, "right": 90}  # noqa: RUF012 - read only
 
     def sample(self, rng: Random, level: int) -> Case:
         unknown = rng.choice({1: ("one", "right"), 2: ("one", "two", "right"), 3: ("one", "two", "two")}[level])
@@ -34,10 +35,6 @@ class LinearPair(Family):
             return (pick_angle(rng, level, 15, 75),), unknown
         first = pick_angle(rng, level, 25, 115)
         return (first, pick_angle(rng, level, 25, 155 - first)), unknown
-
-    def solve(self, givens: Givens, unknown: str) -> Solution:
-        require_angles(givens)
-        return rest(90 if unknown == "right" else 180, givens)
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         whole = 90 if unknown == "right" else 180
@@ -67,13 +64,14 @@ class LinearPair(Family):
                 canvas.right_angle(vertex, ends[k], ends[k + 1])
 
 
-class VerticalAngles(Family):
+class VerticalAngles(AngleFamily):
     """Lines crossing at one point; unknown `vertical` (equal), `adjacent` (180 degrees together) or `three_lines`.
 
     `three_lines` (level 3) gives two angles next to each other; x is the third, or the one across from it.
     """
 
     name = "vertical_angles"
+    wholes = {"adjacent": 180, "three_lines": 180}  # noqa: RUF012 - read only
 
     def sample(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("vertical", "adjacent") if level < 3 else ("vertical", "adjacent", "three_lines"))
@@ -81,12 +79,6 @@ class VerticalAngles(Family):
             return (pick_angle(rng, level, 20, 160),), unknown
         first = pick_angle(rng, level, 25, 115)
         return (first, pick_angle(rng, level, 25, 155 - first)), unknown
-
-    def solve(self, givens: Givens, unknown: str) -> Solution:
-        require_angles(givens)
-        if unknown == "vertical":
-            return same(givens[0])
-        return rest(180, givens)
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         wedges = [*givens, 180 - sum(givens)]
@@ -113,10 +105,11 @@ class VerticalAngles(Family):
         canvas.expect_order(len(givens))
 
 
-class AnglesAtPoint(Family):
+class AnglesAtPoint(AngleFamily):
     """Angles around a point that together make 360 degrees; `of_three` gives two, `of_four` (level 3) three."""
 
     name = "angles_at_point"
+    wholes = {"of_three": 360, "of_four": 360}  # noqa: RUF012 - read only
 
     def sample(self, rng: Random, level: int) -> Case:
         first = pick_angle(rng, level, 70, 150)
@@ -124,10 +117,6 @@ class AnglesAtPoint(Family):
             second = pick_angle(rng, level, 50, 110)
             return (first, second, pick_angle(rng, level, 50, min(110, 310 - first - second))), "of_four"
         return (first, pick_angle(rng, level, max(70, 190 - first), min(160, 310 - first))), "of_three"
-
-    def solve(self, givens: Givens, unknown: str) -> Solution:
-        require_angles(givens)
-        return rest(360, givens)
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         *shown, last = soften((*givens, 360 - sum(givens)), 50)
@@ -160,7 +149,7 @@ PAIRS = {
 }
 
 
-class ParallelLines(Family):
+class ParallelLines(AngleFamily):
     """Two parallel lines and a transversal; unknown `corresponding`, `alternate`, `same_side` or `bend`.
 
     `bend` (level 3) puts a corner between the lines, whose angle is the sum of the two angles at the lines, of which
@@ -168,6 +157,7 @@ class ParallelLines(Family):
     """
 
     name = "parallel_lines"
+    wholes = {"same_side": 180}  # noqa: RUF012 - read only
 
     def sample(self, rng: Random, level: int) -> Case:
         unknown = rng.choice((*PAIRS, "bend", "bend") if level == 3 else tuple(PAIRS))
@@ -176,13 +166,11 @@ class ParallelLines(Family):
         return (pick_angle(rng, level, 30, 150),), unknown
 
     def solve(self, givens: Givens, unknown: str) -> Solution:
+        if unknown != "bend":
+            return super().solve(givens, unknown)
         require_angles(givens)
-        if unknown == "bend":
-            require(sum(givens) < 180, "the corner is below 180 degrees")
-            return f"{givens[0]} + {givens[1]} = {sum(givens)}.", str(sum(givens))
-        if unknown == "same_side":
-            return rest(180, givens)
-        return same(givens[0])
+        require(sum(givens) < 180, "the corner is below 180 degrees")
+        return calculation(givens[0], "+", givens[1]), str(sum(givens))
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         if unknown == "bend":

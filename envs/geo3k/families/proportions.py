@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from envs.geo3k.canvas import Canvas
-from envs.geo3k.families.arithmetic import calculation, divide, multiply
+from envs.geo3k.families.arithmetic import divide, mean, proportion, twice
 from envs.geo3k.families.family import Case, Family, Givens, Solution, require, require_lengths
 from envs.geo3k.families.layout import flipped, rotated, upright
 
@@ -33,12 +33,11 @@ class Midsegment(Family):
     def solve(self, givens: Givens, unknown: str) -> Solution:
         require_lengths(givens)
         if unknown == "base":
-            return calculation(2, "*", givens[0]), str(2 * givens[0])
+            return twice(givens[0])
         if unknown == "midsegment":
             return divide(givens[0], 2)
         require(givens[0] < givens[1], "the second parallel side is the longer one")
-        step, answer = divide(sum(givens), 2)
-        return f"{givens[0]} + {givens[1]} = {sum(givens)}. {step}", answer
+        return mean(*givens)
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         wide = unknown == "trapezoid"
@@ -90,9 +89,7 @@ class SimilarTriangles(Family):
 
     def solve(self, givens: Givens, unknown: str) -> Solution:
         require_lengths(givens)
-        steps, product = multiply(givens[0], givens[1])
-        last, answer = divide(product, givens[2])
-        return " ".join([*steps, last]), answer
+        return proportion(*givens)
 
     def canonical(self, givens: Givens, unknown: str) -> Givens:
         first, second, third = givens

@@ -7,7 +7,7 @@ from functools import cache
 from random import Random
 
 from envs.geo3k.canvas import Canvas
-from envs.geo3k.families.arithmetic import calculation, divide, radical, twice
+from envs.geo3k.families.arithmetic import calculation, divide, radical, root_of, twice
 from envs.geo3k.families.family import Case, Family, Givens, Solution, require
 from envs.geo3k.families.layout import LABEL_MARGIN, left_to_right, rotated
 
@@ -55,13 +55,8 @@ class RightTriangle(Family):
             require(first > second, "the hypotenuse is the longest side")
             sign = "-"
             square = first * first - second * second
-        answer = radical(1, square)
-        root = f"\\sqrt {{ {square} }}"
+        last, answer = root_of(square)
         squares = f"{calculation(first, '*', first)} {calculation(second, '*', second)}"
-        if answer == root:
-            last = f"{root}."
-        else:
-            last = f"{root} = {answer}."
         return f"{squares} {first * first} {sign} {second * second} = {square}. {last}", answer
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
@@ -99,6 +94,29 @@ SPECIAL = {
 }
 
 
+def special_side(unknown: str, side: int) -> Solution:
+    """Return the solution of an unknown of `SPECIAL`, or of `60_short`: the leg across from 30 from the other one."""
+    if unknown in ("30_hypotenuse", "60_hypotenuse"):
+        return twice(side)
+    if unknown == "30_short":
+        return divide(side, 2)
+    if unknown == "30_long":
+        step, half = divide(side, 2)
+        answer = radical(side, 3, 2)
+        return f"{step} {half} * \\sqrt {{ 3 }} = {answer}.", answer
+    if unknown in ("60_long", "60_short"):
+        root = 3
+    else:
+        root = 2
+    if unknown in ("45_leg", "60_short"):
+        answer = radical(side, root, root)
+        sign = "/"
+    else:
+        answer = radical(side, root)
+        sign = "*"
+    return f"{side} {sign} \\sqrt {{ {root} }} = {answer}.", answer
+
+
 class SpecialRight(Family):
     """One angle and one side of a 45-45-90 or 30-60-90 triangle are given, another side is x.
 
@@ -121,20 +139,7 @@ class SpecialRight(Family):
     def solve(self, givens: Givens, unknown: str) -> Solution:
         angle, side = givens
         require(angle == SPECIAL[unknown][0] and side > 0, "the angle belongs to the unknown")
-        if unknown in ("30_hypotenuse", "60_hypotenuse"):
-            return twice(side)
-        if unknown == "30_short":
-            return divide(side, 2)
-        if unknown == "30_long":
-            step, half = divide(side, 2)
-            answer = radical(side, 3, 2)
-            return f"{step} {half} * \\sqrt {{ 3 }} = {answer}.", answer
-        if unknown == "45_leg":
-            answer = radical(side, 2, 2)
-            return f"{side} / \\sqrt {{ 2 }} = {answer}.", answer
-        root = 3 if unknown == "60_long" else 2
-        answer = radical(side, root)
-        return f"{side} * \\sqrt {{ {root} }} = {answer}.", answer
+        return special_side(unknown, side)
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         angle, side = givens

@@ -5,25 +5,22 @@ from __future__ import annotations
 from random import Random
 
 from envs.geo3k.canvas import Canvas
-from envs.geo3k.families.arithmetic import calculation, divide, rest
-from envs.geo3k.families.family import Case, Family, Givens, Solution, pick_angle, require, require_angles
+from envs.geo3k.families.arithmetic import calculation, divide
+from envs.geo3k.families.family import AngleFamily, Case, Family, Givens, Solution, pick_angle, require, require_angles
 from envs.geo3k.families.layout import left_to_right, polygon, rotated, soften, upright
 
 LEAST_SHOWN = 40  # degrees; a narrower corner has no room for its label
 
 
-class TriangleAngles(Family):
+class TriangleAngles(AngleFamily):
     """Two angles of a triangle are given, the third is x."""
 
     name = "triangle_angles"
+    wholes = {"x": 180}  # noqa: RUF012 - read only
 
     def sample(self, rng: Random, level: int) -> Case:
         first = pick_angle(rng, level, 25, 115)
         return (first, pick_angle(rng, level, 25, 155 - first)), "x"
-
-    def solve(self, givens: Givens, unknown: str) -> Solution:
-        require_angles(givens)
-        return rest(180, givens)
 
     def draw(self, canvas: Canvas, givens: Givens, unknown: str, rng: Random) -> None:
         first, second = givens

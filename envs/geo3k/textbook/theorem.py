@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import ClassVar
 
+from envs.geo3k.families import family
 from envs.geo3k.families.arithmetic import divide
-from envs.geo3k.families.family import Case, Givens, Solution, require
+from envs.geo3k.families.family import Case, Givens, Solution, require, solve_angle
 from envs.geo3k.textbook.figure import WHOLES, Figure, Label, expression, with_unit
 
 ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZ"
@@ -27,10 +30,8 @@ ANGLE_STEP = {1: 5, 2: 2, 3: 1}
 ALGEBRA = {1: 0.0, 2: 0.15, 3: 0.35}
 
 
-def pick_angle(rng: Random, level: int, low: int, high: int) -> int:
-    """Return an angle in [low, high] degrees, a multiple of the level's step; the range must contain one."""
-    step = ANGLE_STEP[level]
-    return step * rng.randint(-(-low // step), high // step)
+#: As the families' function, with these steps.
+pick_angle = partial(family.pick_angle, steps=ANGLE_STEP)
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,6 @@ class Theorem(ABC):
             wanted = WHOLES[figure.asked.part.kind]
             if figure.shaded:
                 wanted = wanted.replace("figure", "shaded region")
-            else:
-                wanted = wanted
         elif wording.variable.isdigit():
             wanted = f"m \\angle {wording.variable}"
         else:
@@ -205,6 +204,18 @@ class Theorem(ABC):
         else:
             question = f"Find {wanted}."
         return f"{question} {remark}".strip()
+
+
+class AngleTheorem(Theorem):
+    """A theorem whose unknown makes a whole together with the given angles, or equals the given one.
+
+    `wholes` has the whole of each unknown of the first kind, in degrees.
+    """
+
+    wholes: ClassVar[Mapping[str, int]]
+
+    def work(self, givens: Givens, unknown: str) -> Solution:
+        return solve_angle(givens, self.wholes.get(unknown))
 
 
 def spaced(text: str, variable: str) -> str:

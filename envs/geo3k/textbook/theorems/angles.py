@@ -5,25 +5,22 @@ from __future__ import annotations
 import math
 from random import Random
 
-from envs.geo3k.families.arithmetic import add, calculation, divide, rest, same
+from envs.geo3k.families.arithmetic import add, calculation, divide, rest
 from envs.geo3k.families.family import Case, Givens, Solution, require, require_angles
 from envs.geo3k.families.triangles import ExteriorAngle, Isosceles
 from envs.geo3k.textbook.figure import Figure, foot, meet, polar, triangle
-from envs.geo3k.textbook.theorem import Theorem, pick_angle
+from envs.geo3k.textbook.theorem import AngleTheorem, Theorem, pick_angle
 
 
-class AngleSum(Theorem):
+class AngleSum(AngleTheorem):
     """Two angles of a triangle are given; the third is asked."""
 
     name = "angle_sum"
+    wholes = {"angle": 180}  # noqa: RUF012 - read only
 
     def numbers(self, rng: Random, level: int) -> Case:
         first = pick_angle(rng, level, 25, 110)
         return (first, pick_angle(rng, level, 25, 150 - first)), "angle"
-
-    def work(self, givens: Givens, unknown: str) -> Solution:
-        require_angles(givens)
-        return rest(180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         figure = Figure(triangle(*givens))
@@ -145,20 +142,15 @@ class BisectedAngle(Theorem):
         return figure
 
 
-class CrossingLines(Theorem):
+class CrossingLines(AngleTheorem):
     """Two lines cross; unknown `vertical` from the angle across, `adjacent` from the next one, `right` beside 90°."""
 
     name = "crossing_lines"
+    wholes = {"adjacent": 180, "right": 90}  # noqa: RUF012 - read only
 
     def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("vertical", "adjacent", "right"))
         return (pick_angle(rng, level, *((25, 65) if unknown == "right" else (35, 145))),), unknown
-
-    def work(self, givens: Givens, unknown: str) -> Solution:
-        require_angles(givens)
-        if unknown == "vertical":
-            return same(givens[0])
-        return rest(90 if unknown == "right" else 180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         turn = rng.uniform(0, 360)
@@ -177,20 +169,15 @@ class CrossingLines(Theorem):
         return figure
 
 
-class Transversal(Theorem):
+class Transversal(AngleTheorem):
     """A line cuts two parallels; unknown `corresponding`, `alternate`, `same_side` or `outer`: same side, outside."""
 
     name = "transversal"
+    wholes = {"same_side": 180, "outer": 180}  # noqa: RUF012 - read only
 
     def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("corresponding", "alternate", "same_side", "outer"))
         return (pick_angle(rng, level, 40, 140),), unknown
-
-    def work(self, givens: Givens, unknown: str) -> Solution:
-        require_angles(givens)
-        if unknown in ("same_side", "outer"):
-            return rest(180, givens)
-        return same(givens[0])
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         up = polar(givens[0], 1 / math.sin(math.radians(givens[0])))
@@ -213,22 +200,17 @@ class Transversal(Theorem):
         return figure
 
 
-class ParallelInTriangle(Theorem):
+class ParallelInTriangle(AngleTheorem):
     """A segment is parallel to a side; unknown `same`: the angle equal to the given one, `other`: the third one."""
 
     name = "parallel_in_triangle"
+    wholes = {"other": 180}  # noqa: RUF012 - read only
 
     def numbers(self, rng: Random, level: int) -> Case:
         if rng.random() < 0.4:
             return (pick_angle(rng, level, 35, 100),), "same"
         first = pick_angle(rng, level, 35, 85)
         return (first, pick_angle(rng, level, 35, 145 - first)), "other"
-
-    def work(self, givens: Givens, unknown: str) -> Solution:
-        require_angles(givens)
-        if unknown == "same":
-            return same(givens[0])
-        return rest(180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown == "other":

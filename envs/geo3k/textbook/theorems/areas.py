@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from random import Random
 
+from envs.geo3k.families.areas import Parallelogram, Rectangle, TrapezoidArea, TriangleArea
 from envs.geo3k.families.arithmetic import calculation, divide, multiply
 from envs.geo3k.families.family import Case, Givens, Solution, require
 from envs.geo3k.textbook.figure import Figure, Label, named_part, polar
@@ -35,9 +36,7 @@ class AreaOfTriangle(_Area):
         return (base + (base * high % 2 if level < 3 else 0), high), rng.choice(("inside", "outside"))
 
     def work(self, givens: Givens, unknown: str) -> Solution:
-        steps, product = multiply(*givens)
-        step, answer = divide(product, 2)
-        return f"{' '.join(steps)} {step}", answer
+        return TriangleArea().solve(givens, unknown)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         base, high = givens
@@ -65,11 +64,7 @@ class AreaOfParallelogram(_Area):
         return two_lengths(rng, level), rng.choice(("area", "perimeter"))
 
     def work(self, givens: Givens, unknown: str) -> Solution:
-        if unknown == "perimeter":
-            half = sum(givens)
-            return f"{givens[0]} + {givens[1]} = {half}. {calculation(2, '*', half)}", str(2 * half)
-        steps, area = multiply(*givens)
-        return " ".join(steps), str(area)
+        return Parallelogram().solve(givens, unknown)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         base, second = givens
@@ -110,11 +105,7 @@ class AreaOfTrapezoid(_Area):
         return (short, long, high), "area"
 
     def work(self, givens: Givens, unknown: str) -> Solution:
-        short, long, high = givens
-        require(short < long, "the second parallel side is the longer one")
-        steps, product = multiply(short + long, high)
-        step, answer = divide(product, 2)
-        return f"{calculation(short, '+', long)} {' '.join(steps)} {step}", answer
+        return TrapezoidArea().solve(givens, unknown)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         short, long, high = givens
@@ -178,16 +169,13 @@ class CompositeArea(_Area):
         unknown = rng.choice(("corner", "roof", "frame", "perimeter"))
         if unknown == "roof":
             return (wide, tall, rng.randint(2, max(2, wide // 2)) * 2), unknown
-        if unknown == "perimeter":
-            return (wide, tall, *small), unknown
         return (wide, tall, *small), unknown
 
     def work(self, givens: Givens, unknown: str) -> Solution:
         wide, tall = givens[:2]
         if unknown == "perimeter":
             require(givens[2] < wide and givens[3] < tall, "the corner is smaller than the rectangle")
-            half = wide + tall
-            return f"{wide} + {tall} = {half}. {calculation(2, '*', half)}", str(2 * half)
+            return Rectangle().solve((wide, tall), unknown)
         steps, area = multiply(wide, tall)
         if unknown == "roof":
             more, product = multiply(wide, givens[2])

@@ -7,12 +7,22 @@ import math
 from random import Random
 from typing import ClassVar
 
-from envs.geo3k.families.arithmetic import calculation, divide, fraction, multiply, radical, rest
+from envs.geo3k.families.arithmetic import (
+    calculation,
+    divide,
+    fraction,
+    multiply,
+    over,
+    radical,
+    reduced,
+    rest,
+    root_of,
+)
 from envs.geo3k.families.family import Case, Givens, Solution, require, require_angles
 from envs.geo3k.textbook.figure import Figure, meet, polar, unit
 from envs.geo3k.textbook.theorem import Theorem, pick_angle
 from envs.geo3k.textbook.theorems.circles import LOOKS_TANGENT, circle
-from envs.geo3k.textbook.theorems.lengths import Pythagoras, leg_of, root_of, scaled_triple
+from envs.geo3k.textbook.theorems.lengths import Pythagoras, leg_of, scaled_triple
 
 
 class TangentRadius(Theorem):
@@ -268,16 +278,12 @@ class _Round(Theorem):
 
 def pi_times(numerator: int, denominator: int) -> str:
     r"""Return a multiple of pi: pi_times(5, 3) is '\frac { 5 \pi } { 3 }'."""
-    common = math.gcd(numerator, denominator)
-    numerator = numerator // common
-    denominator = denominator // common
+    numerator, denominator = reduced(numerator, denominator)
     if numerator == 1:
         times = "\\pi"
     else:
         times = f"{numerator} \\pi"
-    if denominator == 1:
-        return times
-    return f"\\frac {{ {times} }} {{ {denominator} }}"
+    return over(times, denominator)
 
 
 class ArcLength(_Round):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from envs.geo3k.families.arithmetic import calculation, divide, multiply, rest, twice
+from envs.geo3k.families.arithmetic import calculation, divide, mean, proportion, rest
+from envs.geo3k.families.circles import CircleAngles
 from envs.geo3k.families.family import Case, Givens, Solution, require, require_angles
+from envs.geo3k.families.triangles import Isosceles
 from envs.geo3k.textbook.figure import Figure, meet, polar
 from envs.geo3k.textbook.theorem import Theorem, pick_angle
 
@@ -30,12 +32,7 @@ class InscribedAngle(Theorem):
         return (2 * half - (level == 3 and rng.random() < 0.25),), unknown
 
     def work(self, givens: Givens, unknown: str) -> Solution:
-        require_angles(givens)
-        (given,) = givens
-        if unknown in ("arc", "central"):
-            require(given < 90, "the arc is below 180 degrees")
-            return twice(given)
-        return divide(given, 2)
+        return CircleAngles().solve(givens, "central" if unknown in ("arc", "central") else "inscribed")
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown in ("arc", "central"):
@@ -70,7 +67,7 @@ class DiameterAngle(Theorem):
         require(given < 90, "the angle is below 90 degrees")
         if unknown == "angle":
             return rest(90, givens)
-        return f"{calculation(2, '*', given)} 180 - {2 * given} = {180 - 2 * given}.", str(180 - 2 * given)
+        return Isosceles().solve(givens, "apex")  # two radii and a side of the triangle
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         figure = Figure(circle(A=180, B=0, C=2 * givens[0]))
@@ -127,12 +124,7 @@ class TangentChord(Theorem):
         return ((2 * half,), "angle")
 
     def work(self, givens: Givens, unknown: str) -> Solution:
-        require_angles(givens)
-        (given,) = givens
-        if unknown == "angle":
-            return divide(given, 2)
-        require(given < 90, "the arc is below 180 degrees")
-        return twice(given)
+        return CircleAngles().solve(givens, "central" if unknown == "arc" else "inscribed")
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown == "arc":
@@ -171,12 +163,8 @@ class CrossingChords(Theorem):
     def work(self, givens: Givens, unknown: str) -> Solution:
         if unknown == "angle":
             require_angles(givens)
-            first, second = givens
-            step, answer = divide(first + second, 2)
-            return f"{calculation(first, '+', second)} {step}", answer
-        steps, product = multiply(givens[0], givens[1])
-        last, answer = divide(product, givens[2])
-        return " ".join([*steps, last]), answer
+            return mean(*givens)
+        return proportion(*givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown == "angle":

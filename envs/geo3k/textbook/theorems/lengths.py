@@ -6,19 +6,13 @@ import math
 from collections.abc import Sequence
 from random import Random
 
-from envs.geo3k.families.arithmetic import calculation, divide, multiply, radical, twice
+from envs.geo3k.families.arithmetic import calculation, divide, multiply, root_of
 from envs.geo3k.families.family import Case, Givens, Solution, require
+from envs.geo3k.families.right_triangles import RightTriangle, special_side
 from envs.geo3k.textbook.figure import Figure
 from envs.geo3k.textbook.theorem import Theorem
 
 TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 40, 41))
-
-
-def root_of(square: int) -> Solution:
-    r"""Return the step of a square root and its value: 50 -> "\sqrt { 50 } = 5 \sqrt { 2 }.", "5 \sqrt { 2 }"."""
-    answer = radical(1, square)
-    root = f"\\sqrt {{ {square} }}"
-    return (f"{root}." if answer == root else f"{root} = {answer}."), answer
 
 
 def scaled_triple(rng: Random, most: int, triples: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
@@ -56,13 +50,7 @@ class Pythagoras(Theorem):
         return ((c, a), "leg")
 
     def work(self, givens: Givens, unknown: str) -> Solution:
-        first, second = givens
-        sign = "+" if unknown == "hypotenuse" else "-"
-        require(sign == "+" or first > second, "the hypotenuse is the longest side")
-        square = first * first + (second * second if sign == "+" else -second * second)
-        last, answer = root_of(square)
-        squares = f"{calculation(first, '*', first)} {calculation(second, '*', second)}"
-        return f"{squares} {first * first} {sign} {second * second} = {square}. {last}", answer
+        return RightTriangle().solve(givens, unknown)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         first, second = givens
@@ -109,20 +97,7 @@ class SpecialTriangles(Theorem):
     def work(self, givens: Givens, unknown: str) -> Solution:
         opening, side = givens
         require(opening == _SPECIAL[unknown][0], "the angle belongs to the unknown")
-        if unknown in ("30_hypotenuse", "60_hypotenuse"):
-            return twice(side)
-        if unknown == "30_short":
-            return divide(side, 2)
-        if unknown in ("45_leg", "60_short"):
-            root = 2 if unknown == "45_leg" else 3
-            answer = radical(side, root, root)
-            return f"{side} / \\sqrt {{ {root} }} = {answer}.", answer
-        if unknown == "30_long":
-            step, half = divide(side, 2)
-            answer = radical(side, 3, 2)
-            return f"{step} {half} * \\sqrt {{ 3 }} = {answer}.", answer
-        root = 3 if unknown == "60_long" else 2
-        return f"{side} * \\sqrt {{ {root} }} = {radical(side, root)}.", radical(side, root)
+        return special_side(unknown, side)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         opening, side = givens

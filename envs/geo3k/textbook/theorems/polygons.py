@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from random import Random
 
-from envs.geo3k.families.arithmetic import divide, rest, same, twice
+from envs.geo3k.families.arithmetic import divide, rest, twice
 from envs.geo3k.families.family import Case, Givens, Solution, require, require_angles
 from envs.geo3k.textbook.figure import Figure, meet, polar, triangle
-from envs.geo3k.textbook.theorem import Theorem, pick_angle
+from envs.geo3k.textbook.theorem import AngleTheorem, Theorem, pick_angle
 
 
 class PolygonAngles(Theorem):
@@ -56,22 +56,17 @@ class PolygonAngles(Theorem):
         return figure
 
 
-class ParallelogramAngles(Theorem):
+class ParallelogramAngles(AngleTheorem):
     """Unknown `opposite` or `next` angle of a parallelogram, or `diagonal`: an angle beside the diagonal."""
 
     name = "parallelogram_angles"
+    wholes = {"next": 180, "diagonal": 180}  # noqa: RUF012 - read only
 
     def numbers(self, rng: Random, level: int) -> Case:
         unknown = rng.choice(("opposite", "next", "diagonal"))
         if unknown != "diagonal":
             return (pick_angle(rng, level, 50, 130),), unknown
         return (pick_angle(rng, level, 60, 110), pick_angle(rng, level, 25, 50)), unknown
-
-    def work(self, givens: Givens, unknown: str) -> Solution:
-        require_angles(givens)
-        if unknown == "opposite":
-            return same(givens[0])
-        return rest(180, givens)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown == "diagonal":  # the corner A, and the angle ABD

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from envs.geo3k.families.arithmetic import calculation, divide, multiply, twice
+from envs.geo3k.families.arithmetic import calculation, divide, proportion, twice
 from envs.geo3k.families.family import Case, Givens, Solution, require
+from envs.geo3k.families.proportions import Midsegment
 from envs.geo3k.textbook.figure import Figure, polar, scaled, triangle, triangle_of_sides
 from envs.geo3k.textbook.theorem import Theorem
 
@@ -22,10 +23,7 @@ class TriangleMidsegment(Theorem):
         return (2 * half + (level == 3 and rng.random() < 0.4),), "midsegment"
 
     def work(self, givens: Givens, unknown: str) -> Solution:
-        (given,) = givens
-        if unknown == "base":
-            return twice(given)
-        return divide(given, 2)
+        return Midsegment().solve(givens, unknown)
 
     def build(self, givens: Givens, unknown: str, rng: Random) -> Figure:
         if unknown == "base":
@@ -66,9 +64,7 @@ class TrapezoidMidline(Theorem):
     def work(self, givens: Givens, unknown: str) -> Solution:
         first, second = givens
         if unknown == "midline":
-            require(first < second, "the second parallel side is the longer one")
-            step, answer = divide(first + second, 2)
-            return f"{calculation(first, '+', second)} {step}", answer
+            return Midsegment().solve(givens, "trapezoid")
         require(first > second, "the midline is longer than the shorter side")
         return f"{calculation(2, '*', first)} {2 * first} - {second} = {2 * first - second}.", str(2 * first - second)
 
@@ -108,9 +104,7 @@ class _Proportional(Theorem):
         return _proportion(rng, level), "part"
 
     def work(self, givens: Givens, unknown: str) -> Solution:
-        steps, product = multiply(givens[0], givens[1])
-        last, answer = divide(product, givens[2])
-        return " ".join([*steps, last]), answer
+        return proportion(*givens)
 
 
 class SideSplitter(_Proportional):
