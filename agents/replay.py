@@ -26,7 +26,7 @@ from agents.rendering.tokenizer_files import model_folder
 from agents.replaying.compatibility import env_notes, find_spec, model_notes
 from agents.replaying.continuation import only_episode, run_fork
 from agents.replaying.fork import ForkConfig
-from agents.replaying.replayer import EnvReplayer, EpisodeSource, ReplayContext, Replayer
+from agents.replaying.replayer import EnvReplayer, ReplayContext, Replayer
 from agents.replaying.report import (
     ReportHeader,
     as_json,
@@ -116,7 +116,7 @@ def named_model(config: ReplayConfig, source: Recording) -> str:
 class ReplayInputs:
     """The recording that a command line names, what it is replayed with, and notes on what has changed since."""
 
-    source: EpisodeSource
+    source: Recording
     context: ReplayContext
     renderer: Renderer | None
     notes: tuple[str, ...]

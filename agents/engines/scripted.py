@@ -37,31 +37,10 @@ class _Session:
         return Completion(ids, (0.0,) * len(ids), finish, len(request.ids), ((0, len(ids)),))
 
 
-class ScriptedEngine:
-    """Writes the text `script(k, request)` as turn k of every session, tokenised and closed with the stop token.
-
-    Example::
-
-        engine = ScriptedEngine(tokenizer, lambda turn, request: "\\\\boxed{68}")
-    """
+class StillEngine:
+    """What an engine without weights does for its protocol: nothing starts, pauses, scores or closes."""
 
     weight_version = 0
-
-    def __init__(
-        self, tokenizer: Any, script: Callable[[int, GenerateRequest], str], context_length: int = 4096
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.script = script
-        self.context_length = context_length
-
-    def turn(self, number: int, request: GenerateRequest) -> tuple[int, ...]:
-        """Return the ids of a session's turn, the stop token included."""
-        text = self.script(number, request)
-        return (*self.tokenizer(text, add_special_tokens=False)["input_ids"], request.sampling.stop_ids[-1])
-
-    def session(self) -> _Session:
-        """Open a session that starts at turn 0."""
-        return _Session(self)
 
     async def start(self) -> None:
         """Do nothing."""
@@ -78,3 +57,28 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         """Do nothing."""
+
+
+class ScriptedEngine(StillEngine):
+    """Writes the text `script(k, request)` as turn k of every session, tokenised and closed with the stop token.
+
+    Example::
+
+        engine = ScriptedEngine(tokenizer, lambda turn, request: "\\\\boxed{68}")
+    """
+
+    def __init__(
+        self, tokenizer: Any, script: Callable[[int, GenerateRequest], str], context_length: int = 4096
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.script = script
+        self.context_length = context_length
+
+    def turn(self, number: int, request: GenerateRequest) -> tuple[int, ...]:
+        """Return the ids of a session's turn, the stop token included."""
+        text = self.script(number, request)
+        return (*self.tokenizer(text, add_special_tokens=False)["input_ids"], request.sampling.stop_ids[-1])
+
+    def session(self) -> _Session:
+        """Open a session that starts at turn 0."""
+        return _Session(self)

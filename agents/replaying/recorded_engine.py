@@ -13,12 +13,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from agents.engines.base import Engine, Session
+from agents.engines.scripted import StillEngine
 from agents.recording.schema import EpisodeRecord
-from agents.types import Completion, GenerateRequest, ProcessedImage, add_run
+from agents.types import Completion, GenerateRequest, add_run
 from envs.errors import UserError
 
 #: The answer if no turn is recorded and no other engine continues: the episode ends as aborted.
@@ -44,13 +42,13 @@ def recorded_completions(episode: EpisodeRecord) -> tuple[Completion, ...]:
     )
 
 
-class RecordedEngine:
+class RecordedEngine(StillEngine):
     """Answers turn k of the n-th session with `plays[n][k]`, and later turns with the engine `after`.
 
     Ids, log-probs, finish reason and versions are the recorded ones, whatever the request contains; `prompt_length` is
     the request's own, so an episode whose environment has changed can continue. If a request allows fewer tokens than
     recorded, the turn is cut, as by any engine. Without `after`, a turn that is not recorded is aborted. Calls
-    `on_request(n, k, request)` before each answer.
+    `on_request(n, k, request)` before each answer. Whoever gives `after` starts and closes it.
 
     Example::
 
@@ -71,13 +69,6 @@ class RecordedEngine:
         self._on_request = on_request
         self._num_opened = 0
 
-    @property
-    def weight_version(self) -> int:
-        """The weight version of the engine `after`; 0 without one."""
-        if self._after:
-            return self._after.weight_version
-        return 0
-
     @asynccontextmanager
     async def session(self) -> AsyncIterator[_Session]:
         """Open the next session, and one of the engine `after`, which so knows the number of sessions early."""
@@ -90,32 +81,6 @@ class RecordedEngine:
             else:
                 after = None
             yield _Session(self.plays[number], after, functools.partial(self._on_request, number))
-
-    async def start(self) -> None:
-        """Start the engine `after`."""
-        if self._after:
-            await self._after.start()
-
-    async def pause(self) -> None:
-        """Pause the engine `after`."""
-        if self._after:
-            await self._after.pause()
-
-    async def resume(self) -> None:
-        """Resume the engine `after`."""
-        if self._after:
-            await self._after.resume()
-
-    async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
-        """Return the log-probs of a stream from the engine `after`; zeros without one."""
-        if self._after:
-            return await self._after.score(ids, images)
-        return np.zeros(max(0, len(ids) - 1), dtype=np.float32)
-
-    async def close(self) -> None:
-        """Close the engine `after`."""
-        if self._after:
-            await self._after.close()
 
 
 class _Session:

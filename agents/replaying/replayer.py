@@ -6,12 +6,12 @@ and no token stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Protocol
 
 from agents.recording.recorder import tools_digest
-from agents.recording.schema import EpisodeRecord, Manifest, WayRecord
+from agents.recording.recording import Recording
+from agents.recording.schema import EpisodeRecord, WayRecord
 from agents.replaying.episode_result import (
     CONTINUES,
     EpisodeResult,
@@ -32,23 +32,6 @@ from envs.tool_calls import ToolFormat
 from envs.types import Message, Sample, private
 
 
-class EpisodeSource(Protocol):
-    """Gives recorded episodes, as `agents.recording.Recording` does."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """The recording's manifest."""
-        ...
-
-    def episodes(self) -> Iterator[EpisodeRecord]:
-        """Yield the episodes."""
-        ...
-
-    def sample(self, episode: EpisodeRecord) -> Sample:
-        """Return the problem of an episode. Raises `UserError` if an image is missing or damaged."""
-        ...
-
-
 class Replayer(Protocol):
     """Replays a recorded episode, or its first `num_turns` turns."""
 
@@ -66,7 +49,7 @@ class ReplayContext:
         env = context.make_env(context.source.sample(episode), context.way(episode))
     """
 
-    def __init__(self, source: EpisodeSource, spec: EnvSpec) -> None:
+    def __init__(self, source: Recording, spec: EnvSpec) -> None:
         """Import the environment's code. Raises `UserError` if that fails."""
         self.source, self.spec, self.limits = source, spec, EnvLimits.of(spec)
         self._build_env: BuildEnv = load_env(spec)
