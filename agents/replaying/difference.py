@@ -14,6 +14,7 @@ from agents.cli.text import excerpt_pair
 from agents.recording.schema import EpisodeRecord
 from agents.replaying.episode_result import CONTINUES, EpisodeResult, recorded_result
 from agents.replaying.stream_replayer import StreamResult
+from agents.rollout.stream import first_difference
 from agents.types import EndReason
 from envs.execution.runner import last_line
 
@@ -66,11 +67,10 @@ class Difference:
         """The turn and the place in it, for a report."""
         if self.turn is None:
             turn = ""
+        elif self.turn:
+            turn = f"turn {self.turn}"
         else:
-            if self.turn:
-                turn = f"turn {self.turn}"
-            else:
-                turn = "start"
+            turn = "start"
         return " ".join(filter(None, (turn, self.place)))
 
 
@@ -221,16 +221,14 @@ def _stream(
 ) -> Iterator[Difference]:
     """Yield the first difference of the token streams; if the episodes end differently, as far as both go."""
     shortest = min(len(e.ids), len(result.ids))
-    place = next((k for k, (one, other) in enumerate(zip(e.ids, result.ids, strict=False)) if one != other), None)
-    if place is None and ends_alike and len(e.ids) != len(result.ids):
-        place = shortest
-    if place is not None:
+    place = first_difference(e.ids, result.ids)
+    if place < shortest or (ends_alike and len(e.ids) != len(result.ids)):
         old = e.ids[place : place + MAX_TOKENS]
         new = result.ids[place : place + MAX_TOKENS]
         yield Difference(TOKENS, turn_at(e, place), f"token {place}", token_texts(old), token_texts(new))
         return  # the rest of the stream is shifted
-    places = (k for k in range(shortest) if e.mask[k] != result.mask[k])
-    if (place := next(places, None)) is not None:
+    place = first_difference(e.mask, result.mask)
+    if place < shortest:
         yield Difference(MASK, turn_at(e, place), f"token {place}", e.mask[place], result.mask[place])
     if e.prompt_length != result.prompt_length and result.ids and e.ids:
         yield Difference(TURNS, 0, "prompt_length", e.prompt_length, result.prompt_length)
@@ -238,13 +236,9 @@ def _stream(
         if (turn.start, turn.end) != span:
             yield Difference(TURNS, number, "", [turn.start, turn.end], list(span))
             break
-    recorded = [[image.digest, list(image.grid), image.num_tokens] for image in e.images]
-    replayed = [[digest, list(grid), count] for digest, grid, count in result.images]
-    if not ends_alike:
-        count = min(len(recorded), len(replayed))
-        recorded = recorded[:count]
-        replayed = replayed[:count]
-    for where, one, other in unequal(recorded, replayed):
+    recorded = [(image.digest, image.grid, image.num_tokens) for image in e.images]
+    count = None if ends_alike else min(len(recorded), len(result.images))
+    for where, one, other in unequal(recorded[:count], result.images[:count]):
         yield Difference(IMAGES, None, where, one, other)
         break
 

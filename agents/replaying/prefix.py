@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from agents.recording import EpisodeRecord, Recording
 from agents.rendering.renderer import Renderer
+from agents.rollout.stream import first_difference
 from agents.types import GenerateRequest
 
 _SHOWN_BEFORE = 40
@@ -57,11 +58,11 @@ class PrefixCheck:
             return f"{what}\n  recorded: {shown[0]}\n  now:      {shown[1]}"
         # Equal tokens mean equally many new images. One side may have had more images before.
         new = [image.digest for image in request.images[self._num_images :]]
-        pairs = enumerate(zip(new, digests[-len(new) :], strict=False), self._num_images + 1)
-        place = next((place for place, (one, other) in pairs if one != other), None)
-        if place is None:
+        before = digests[-len(new) :]
+        place = first_difference(new, before)
+        if place == min(len(new), len(before)):
             return None
-        return f"{what}: image {place} of the stream has other pixels"
+        return f"{what}: image {self._num_images + place + 1} of the stream has other pixels"
 
     def _recorded(self, turn: int) -> tuple[tuple[int, ...], list[str]]:
         """Return the recorded tokens between the previous turn and this one, and the hashes of all images so far."""
@@ -97,8 +98,7 @@ def _around_difference(recorded: str, now: str) -> tuple[str, str]:
     >>> _around_difference("Score 0.0", "Score 1.0")
     ("'Score 0.0'", "'Score 1.0'")
     """
-    pairs = zip(recorded, now, strict=False)
-    place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(recorded), len(now)))
+    place = first_difference(recorded, now)
     start = max(0, place - _SHOWN_BEFORE)
     texts = [repr(text[start : place + _SHOWN]) for text in (recorded, now)]
     return ("..." * bool(start) + texts[0], "..." * bool(start) + texts[1])
