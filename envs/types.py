@@ -118,6 +118,16 @@ def plain_text(message: Message) -> str:
     return "".join("<image>" if part["type"] == "image" else part["text"] for part in content_parts(message))
 
 
+def bare_text(message: Mapping[str, Any]) -> str:
+    """Return a message's text, its parts joined, without a word for images; whatever a stranger's message holds."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+
+
 def message_images(messages: Sequence[Message]) -> list[Image.Image]:
     """Return the images of the messages in reading order."""
     parts = itertools.chain.from_iterable(map(content_parts, messages))

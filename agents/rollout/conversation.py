@@ -26,7 +26,7 @@ from envs.datasets.conversations import Conversation
 from envs.errors import UserError, first_line
 from envs.tool_calls import ToolFormat, detect_format, find_tool_calls
 from envs.tool_calls.thinking import ThinkingSetting
-from envs.types import Message
+from envs.types import Message, bare_text
 
 _ROLES = ("system", "user", "assistant", "tool")
 #: The fields of a message that leave it out of the loss: ours, those of ms-swift, and that of OpenAI.
@@ -244,8 +244,7 @@ def _check_results(messages: tuple[Message, ...], where: str, tool_format: ToolF
         if message["role"] == "assistant":
             calls = message.get("tool_calls") or ()
             known = {call.get("id") for call in calls if isinstance(call, dict)} - {None}
-            written = message.get("content")
-            waiting = len(calls) or len(find_tool_calls(_text(written), tool_format))
+            waiting = len(calls) or len(find_tool_calls(bare_text(message), tool_format))
         elif message["role"] == "tool":
             waiting -= 1
             call_id = message.get("tool_call_id")
@@ -258,10 +257,3 @@ def _check_results(messages: tuple[Message, ...], where: str, tool_format: ToolF
                 raise UserError(f"{where} messages[{place}]", "must answer a tool call", got, fix)
         else:
             waiting = 0
-
-
-def _text(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))

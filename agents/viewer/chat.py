@@ -17,10 +17,11 @@ from agents.cli.text import counted, one_line, shorten_middle
 from agents.recording import EpisodeRecord, OutcomeRecord, Recording, ScoreRecord, TurnRecord
 from agents.recording.safe_files import check_real_folder, open_regular
 from agents.recording.schema import image_names
-from agents.viewer.columns import gap_cells, text_of
+from agents.viewer.columns import gap_cells
 from envs.checking.error_location import located_line
 from envs.errors import UserError
 from envs.tool_calls.thinking import Thinking
+from envs.types import bare_text
 
 MAX_LINE = 1000
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -89,7 +90,7 @@ def message_lines(recording: Recording, message: Mapping[str, Any], full: bool) 
     yield ChatLine(Text(one_line(str(message.get("role", "?")), 40), _ROLE))
     for name in image_names([message]):
         yield _note(_image(recording, name))
-    if text := text_of(message):
+    if text := bare_text(message):
         yield ChatLine(Text(shorten_middle(text, full)), is_data=True)
 
 

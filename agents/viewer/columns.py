@@ -17,6 +17,7 @@ from agents.types import is_success
 from envs.checking.error_location import located_line
 from envs.success import Success
 from envs.tool_calls.thinking import Thinking
+from envs.types import bare_text
 
 Cell = str | int | float | None
 #: The cells of one episode, by column name.
@@ -104,19 +105,10 @@ def tool_calls(episode: EpisodeRecord) -> Iterator[Mapping[str, Any]]:
             yield from (call for call in calls if isinstance(call, Mapping))
 
 
-def text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, its parts joined."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
-
-
 def question_of(opening: Sequence[Mapping[str, Any]]) -> str:
     """Return the text that a model is asked: the user's messages, or all messages if none is the user's."""
     asked = [message for message in opening if message.get("role") == "user"]
-    return "\n".join(text_of(message) for message in asked or opening).strip()
+    return "\n".join(bare_text(message) for message in asked or opening).strip()
 
 
 def finite(value: float | None) -> float | None:

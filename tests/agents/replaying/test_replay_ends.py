@@ -26,12 +26,11 @@ from agents.replaying.runner import ReplaySummary, replay
 from agents.replaying.stream_replayer import StreamReplayer
 from agents.rollout.episode import ABORT, Episode, Limits
 from agents.types import Completion, EndReason, GenerateRequest, Trajectory
-from agents.viewer.columns import text_of
 from envs.config.cli import exit_code
 from envs.execution.load import load_env
 from envs.registry import get_spec
 from envs.spec import EnvLimits, EnvSpec
-from envs.types import Sample
+from envs.types import Sample, bare_text
 from tests.builders import sampling
 from tests.golden.make import FOLDER
 from tests.prompts import question
@@ -193,7 +192,7 @@ def test_the_opening_is_the_problem_and_the_first_observation_however_an_episode
 ) -> None:
     scene = replace(SCENES[name], plan={**SCENES[name].plan, "reset": "say"})
     (episode,) = recorded(tmp_path, scene, spec, renderer).episodes()
-    assert [text_of(message) for message in episode.opening] == ["Go on.", "say 0"]
+    assert [bare_text(message) for message in episode.opening] == ["Go on.", "say 0"]
 
 
 @pytest.mark.parametrize("name", SCENES)
