@@ -55,9 +55,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     config = parse(ListConfig, argv, "python -m envs.list", "List the environments of the registry.")
     registry = load_registry(*config.registry)
     console = Console()
-    if console.is_terminal:
-        console = console
-    else:
+    if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)
     console.print(list_table(registry))
     for error in registry.faults.values():

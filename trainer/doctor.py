@@ -34,9 +34,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     from trainer.preflight.diagnosis import diagnose
 
     console = open_console()
-    if console.is_terminal:
-        console = console
-    else:
+    if not console.is_terminal:
         console = Console(width=120)
     started = time.perf_counter()
     with console.status("") as status:

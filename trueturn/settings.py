@@ -57,9 +57,7 @@ def config_of(
     for name, value in settings.items():
         if name not in fields:
             fix = (sources.translated(model, name) if sources else "") or did_you_mean(name, fields)
-            if len(fix) <= MAX_FIX:
-                fix = fix
-            else:
+            if len(fix) > MAX_FIX:
                 fix = "see help(trueturn.keywords)"
             raise UserError(f"{name}=", "is no setting of this call", value, fix)
         path, field = fields[name]
@@ -96,8 +94,6 @@ def weighted_rewards(functions: Sequence[Any] | Callable[..., Any] | str, weight
     """
     if isinstance(functions, str) or callable(functions):
         functions = [functions]
-    else:
-        functions = functions
     if weights is None:
         given = [1.0] * len(functions)
     else:

@@ -82,11 +82,9 @@ class HFEngine:
         #: as long for all rows as for half of them, and another number of rows needs another graph.
         if self.device.type == "cuda":
             self._least_alive = 0.25
-        else:
-            self._least_alive = 0.75
-        if self.device.type == "cuda":
             self._graphs = GraphPool(self.device)
         else:
+            self._least_alive = 0.75
             self._graphs = None
         self._step: DecodeStep | None = None
         self.weight_version = 0

@@ -74,11 +74,8 @@ class PolicyModel(nn.Module):
         `weights`, by the names of `named_parameters`, replace the network's own, which are incomplete in a sharded one.
         """
         backbone: Any = self.backbone
-        # names a tied weight once
-        if weights is not None:
-            weights = weights
-        else:
-            weights = dict(self.named_parameters())
+        if weights is None:
+            weights = dict(self.named_parameters())  # names a tied weight once
         state = {n.removeprefix("backbone."): tensor.detach().to("cpu", dtype) for n, tensor in weights.items()}
         backbone.save_pretrained(folder, state_dict=state)
         self.save_settings(folder, dtype)

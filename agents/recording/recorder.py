@@ -165,16 +165,10 @@ class Recorder:
     ) -> None:
         """Append the outcome of a training episode; `advantage` is that of all its tokens, or of each turn."""
         if self.is_recorded(TRAIN, trajectory.group):
-            if isinstance(advantage, tuple):
-                by_turn = {"turn_advantages": advantage}
-            else:
-                by_turn = {}
-            if isinstance(advantage, tuple):
-                mean = statistics.fmean(advantage)
-            else:
-                mean = advantage
             name = episode_id(TRAIN, TRAIN, trajectory)
-            line = {"id": name, "step": step, "fate": fate, "advantage": mean, **by_turn}
+            line = {"id": name, "step": step, "fate": fate, "advantage": advantage}
+            if isinstance(advantage, tuple):
+                line |= {"advantage": statistics.fmean(advantage), "turn_advantages": advantage}
             with self._timed():
                 self._append(self._outcomes, line)
 

@@ -124,12 +124,8 @@ def run_fork(
         for note in (*record_attempts(record, trajectories, manifest, renderer), f"recorded in {config.record}"):
             terminal.say(note)
     if len(trajectories) == 1:
-        code = _report_one(fork, trajectories[0], terminal, gallery, config)
-    else:
-        code = None
-    if code is None:
-        return _tabulate(fork, trajectories, terminal)
-    return code
+        return _report_one(fork, trajectories[0], terminal, gallery, config)
+    return _tabulate(fork, trajectories, terminal)
 
 
 def open_fork(

@@ -277,11 +277,10 @@ class _Candidates:
         late = any(map(_timed_out, differing))
         if late:
             group = self.timed_out
+        elif differing:
+            group = self._differing
         else:
-            if differing:
-                group = self._differing
-            else:
-                group = self._same
+            group = self._same
         has_room = len(group) < MAX_ALONE and self._memory + episode.memory <= MAX_MEMORY
         if has_room and not is_faulty(episode):
             self._memory += episode.memory

@@ -300,11 +300,10 @@ def _different_piece(ids: Sequence[int], vocabulary: Vocabulary, pieces: Sequenc
             if place == len(ids) or ids[place] != given:
                 if is_turn:
                     where = f"turn {number}"
+                elif number:
+                    where = f"after turn {number}"
                 else:
-                    if number:
-                        where = f"after turn {number}"
-                    else:
-                        where = "prompt"
+                    where = "prompt"
                 kept = vocabulary.show(ids[place:end])
                 given = vocabulary.show(piece.ids[place - start :])
                 return f"{where}: the stream has {kept} at {place}, given were {given}"

@@ -172,9 +172,7 @@ def _instead(model: type[BaseModel], word: str, flags: Collection[str], given: M
     if (fix := did_you_mean(word, flags)).startswith("did"):
         return fix
     help_flag = HELP_ALL if HELP_ALL in flags else "--help"
-    if len(flags) <= MAX_LISTED:
-        fix = fix
-    else:
+    if len(flags) > MAX_LISTED:
         fix = f"{help_flag} lists all flags"
     if word.startswith("-"):  # argparse may have read the value of an unknown flag as the argument
         value = next((given[name] for name, field in fields if field.is_required()), None)

@@ -16,10 +16,7 @@ def keep(found: Any) -> str:
     second as NAME_2.
     """
     name = getattr(found, "__name__", type(found).__name__)
-    # a lambda
-    if name.isidentifier():
-        name = name
-    else:
+    if not name.isidentifier():  # a lambda
         name = "function"
     names = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
     free = next(name for name in names if name not in _OWN and _is_free(name, found))

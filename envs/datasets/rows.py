@@ -163,8 +163,6 @@ def read_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     """
     if isinstance(value, str):
         value = _decoded(value, where)
-    else:
-        value = value
     if not value:
         return ()
     if isinstance(value, dict) and "function" in value:

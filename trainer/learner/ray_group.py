@@ -182,8 +182,6 @@ class LearnerGroup:
         # Ranks may have another working directory.
         if Path(model_path).exists():
             model_path = Path(model_path).absolute()
-        else:
-            model_path = model_path
         [address, *_] = self._call("address")
         on_node = [sum(other.node == place.node for other in self.places) for place in self.places]
         ranks = enumerate(on_node)

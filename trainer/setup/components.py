@@ -77,11 +77,9 @@ def start_learner(
         on_gpu = device.type == "cuda"
         if on_gpu:
             gpus = (torch.cuda.current_device(),)
-        else:
-            gpus = ()
-        if on_gpu:
             share = partial(share_weights, learner)
         else:
+            gpus = ()
             share = None
         return StartedLearner(learner, share, RankSender(learner), gpus)
     from trainer.learner.ray_group import LearnerGroup

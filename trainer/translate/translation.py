@@ -203,9 +203,8 @@ def _shown(name: str, value: Value) -> str:
     """Return a setting as a line shows it: short, and without secrets."""
     if _SECRET.search(name):
         text = "..."
+    elif isinstance(value, list):
+        text = " ".join(value)
     else:
-        if isinstance(value, list):
-            text = " ".join(value)
-        else:
-            text = value
+        text = value
     return escape_controls(shortened(f"{name} {text}", _SHOWN))  # on one line it cannot leave a comment of the shell

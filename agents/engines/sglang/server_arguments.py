@@ -105,11 +105,10 @@ def _attention(facts: ServerFacts) -> list[Argument]:
     else:
         if major >= 10:
             kind = "Blackwell"
+        elif major:
+            kind = "not Hopper"
         else:
-            if major:
-                kind = "not Hopper"
-            else:
-                kind = "GPU not known"
+            kind = "GPU not known"
         backend = "triton"
         reason = f"{kind}: FlashAttention-3 is for Hopper, and these kernels need no other package"
     chosen = [Argument(("--attention-backend", backend), reason)]
@@ -276,8 +275,6 @@ def server_gpus(first_gpu: int, number: int, tensor_parallel: int, num_gpus: int
     gpu = first_gpu + number * tensor_parallel
     if num_gpus:
         gpu %= num_gpus
-        if gpu + tensor_parallel <= num_gpus:
-            gpu = gpu
-        else:
+        if gpu + tensor_parallel > num_gpus:
             gpu = 0
     return range(gpu, gpu + tensor_parallel)

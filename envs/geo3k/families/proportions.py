@@ -109,11 +109,9 @@ class SimilarTriangles(Family):
         same, across, diagonal = (str(given) for given in givens)
         if unknown == "upper":
             near = ("x", same)
-        else:
-            near = (same, "x")
-        if unknown == "upper":
             far = (across, diagonal)
         else:
+            near = (same, "x")
             far = (diagonal, across)
         for start, middle, (above, below), inside in ((a, d, near, b), (b, e, far, a)):
             canvas.side(apex, middle, above, inside)

@@ -228,8 +228,6 @@ def _driver(versions: Versions) -> Verdict:
 def _fits(number: str, specifier: SpecifierSet | str) -> bool:
     if isinstance(specifier, str):
         specifier = SpecifierSet(specifier)
-    else:
-        specifier = specifier
     return specifier.contains(Version(number).public.partition("+")[0], prereleases=True)
 
 
