@@ -56,6 +56,7 @@ def record_attempts(
     way = next(name for name in names if before.get(name, limits) == limits)
     manifest = manifest.model_copy(update={"ways": {way: limits}})
     with Recorder(folder, manifest, renderer.encoder.spell) as recorder:
+        # Read now, because the recorder has just created or mended the files.
         attempts = [episode.attempt for episode in Recording.open(folder).episodes() if episode.group in groups]
         for trajectory in trajectories:
             again = replace(trajectory, attempt=max(attempts, default=-1) + 1)

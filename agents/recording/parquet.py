@@ -45,6 +45,7 @@ def write_parquet(recording: Recording, out: Path) -> int:
     import pyarrow.parquet as pq
 
     outcomes = recording.outcomes()
+    # Outcomes are a few numbers each and fit into memory; scores have one for every token.
     scores = _ScorePlaces(recording)
     schema = _schema()
     count = 0

@@ -107,6 +107,7 @@ class Recorder:
             path.replace(aside)
             self.notes.append(f"{path} was damaged and is written anew; it is now {aside}")
         manifest = before or self.manifest
+        # A page or a command may read the file now, so it is replaced only where a way is new.
         if before and before == (manifest := before.model_copy(update={"ways": before.ways | self.manifest.ways})):
             return
         part = path.with_suffix(".part")

@@ -136,6 +136,7 @@ def _compile(encoder: Encoder, closer: str, pieces: Sequence[str], change: Calla
         gaps.append((before, after, tuple(encoder.encode(middle))))
         before = rest
     opened = encoder.encode(pieces[0][:start] + core)
+    # The core begins with the closer, one token, which the model has written itself there.
     closed = encoder.encode(core)[1:]
     return Suffix(tuple(closed), tuple(opened), tuple(gaps), change)
 

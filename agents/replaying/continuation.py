@@ -75,6 +75,7 @@ class ScriptedTerminal(Terminal):
 
 def only_episode(recording: Recording, selection: SelectionConfig) -> EpisodeRecord:
     """Return the one selected episode. Raises `UserError` if the flags select none or several."""
+    # A third one is all that the message needs to know of the others.
     found = list(islice(select_episodes(recording.episodes(), selection), 3))
     if len(found) != 1:
         got = f"{', '.join(episode.id for episode in found[:2])}{' and more' * (len(found) > 2)}" or "none"

@@ -105,6 +105,7 @@ def recorded_result(episode: EpisodeRecord, num_turns: int | None = None, has_st
         end = None
     else:
         end = reason.value
+    # These ends may come between a turn and its answer. An empty answer of any other end is one.
     may_be_unanswered = is_broken_answer(episode) or is_faulty(episode) or reason is EndReason.ABORTED
     if is_whole and may_be_unanswered and turns and not _is_answered(episode.turns[-1]):
         turns[-1] = None

@@ -58,6 +58,7 @@ class PrefixCheck:
             return f"{what}\n  recorded: {shown[0]}\n  now:      {shown[1]}"
         # Equal tokens mean equally many new images. One side may have had more images before.
         new = [image.digest for image in request.images[self._num_images :]]
+        # `digests` are all images so far, of which the last ones are new.
         before = digests[-len(new) :]
         place = first_difference(new, before)
         if place == min(len(new), len(before)):

@@ -139,6 +139,7 @@ async def replay(
         summary.num_alone += 1
         if alone is not None and not _are_alike(alone, before):
             summary.unsteady.append(episode.id)
+            # Where it differs only when alone, those differences are all that can be shown.
             summary.put(place, episode, before or alone, unsteady=True)
     for place, episode, _ in candidates.timed_out:
         alone = await _play(replayer, episode, num_turns, token_texts, None)
@@ -209,6 +210,7 @@ async def run_concurrently(
 def shuffled(episodes: Iterable[tuple[int, EpisodeRecord]], max_window: int) -> Iterator[tuple[int, EpisodeRecord]]:
     """Yield the episodes in an order that is shuffled within windows, and always the same."""
     for window in _windows(episodes, max_window):
+        # Hashes give the same order on every machine; neighbours in the file, often of one group, come apart.
         window.sort(key=lambda each: hashlib.blake2b(each[1].id.encode()).digest(), reverse=True)
         while window:  # an episode that was handed on is not kept
             yield window.pop()

@@ -102,6 +102,7 @@ class ConversationRenderer:
         """
         where = conversation.where
         tools = conversation.tools
+        # A column of Arrow gives each message the keys of all messages, with None for those that it lacks.
         given = [{k: v for k, v in message.items() if v is not None} for message in conversation.messages]
         learnt = [_is_learnt(message, f"{where} messages[{place}]") for place, message in enumerate(given)]
         messages = tuple({k: v for k, v in message.items() if k not in LOSS_MARKS} for message in given)

@@ -89,6 +89,7 @@ def _first_mismatch(t: Trajectory, renderer: Renderer, tools: Sequence[Mapping[s
 def _boundaries(t: Trajectory) -> list[_Boundary]:
     """Return every place where the model began to write a turn, or would have begun."""
     num_shown = [len(turn.observations) or 1 for turn in t.turns]  # no observation is shown as an empty message
+    # The stream ends with the last turn: the model never read the answer to it.
     if t.turns and t.turns[-1].end == len(t.ids_T):
         num_shown[-1] = 0
     num_messages = len(t.opening)
@@ -133,6 +134,7 @@ def _whole_mismatch(
 def _is_canonical(ids: list[int], text: str, before: str, renderer: Renderer) -> bool:
     """Return whether a turn's text, tokenised where it stands, gives its ids."""
     encode, (start, _, rest) = renderer.encoder.encode, renderer.encoder.cut(before)
+    # No text before an added token changes how the text after it is tokenised.
     before = rest or start
     if ids and ids[-1] == renderer.closer_id:
         written = ids

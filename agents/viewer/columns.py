@@ -92,6 +92,7 @@ def gap_cells(rollout: Sequence[float | None] | NDArray[np.float64], train: Sequ
         return dict.fromkeys(("mean_gap", "max_gap", "kl"))
     d_N = train_N - rollout_N
     d_N = d_N[np.isfinite(d_N)]
+    # A broken score may be far off: its exponential is infinite, and the cell stays empty.
     with np.errstate(over="ignore"):
         k3_N = np.expm1(d_N) - d_N
     return {"mean_gap": _mean(np.abs(d_N)), "max_gap": _max(np.abs(d_N)), "kl": _mean(k3_N)}

@@ -195,6 +195,7 @@ class Source:
             for name, cell in row.items():
                 self.columns.setdefault(name, []).append(cell)
         else:
+            # The same id a second time: the later line counts, and its outcome and score stay.
             self.spans[index], self.sizes[index] = span, episode.num_bytes
             self._set(index, {name: cell for name, cell in row.items() if name not in UNKNOWN})
         self._unscored.pop(index)
@@ -247,6 +248,7 @@ class Source:
             self.refresh()
             seen = Cursor.parse(after)
             now = self._now()
+            # The cursor is that of files which were rolled back since, or of another run: everything is new.
             if not seen.is_behind(now):
                 seen = Cursor(now.state)
             new = self.tokens[seen.tokens :]
