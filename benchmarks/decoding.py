@@ -30,13 +30,13 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from benchmarks.images import GROUP_SIZE, PROFILED, SIZES, Workload, make_checkpoint, prepared, profiled
 from numpy.typing import NDArray
 
 from agents.engines.sglang.payloads import parse_answer, parse_scores, score_body
 from agents.engines.sglang.servers import Server, ServerPool
 from agents.engines.sglang.settings import SGLangSettings
 from agents.types import GenerateRequest
+from benchmarks.images import GROUP_SIZE, PROFILED, SIZES, Workload, make_checkpoint, prepared, profiled
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from trainer.setup.components import sampling_params
 
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variant", action="append", help="its name, variables, fields and arguments, in one argument")
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 16, 64, 128, 256, 512])
     parser.add_argument("--prompt", type=int, default=200, help="tokens that a stream begins with")
-    parser.add_argument("--pictures", type=int, default=0, choices=(0, *SIZES), help="tokens of each stream's picture")
+    parser.add_argument("--images", type=int, default=0, choices=(0, *SIZES), help="tokens of each stream's image")
     parser.add_argument("--profile", default="", help="the command py-spy")
     parser.add_argument("--repeats", type=int, default=2, help="times that a step is measured; the least counts")
     parser.add_argument("--mem-fraction", type=float, default=0.6)

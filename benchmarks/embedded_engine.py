@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.images import GROUP_SIZE, Workload, make_checkpoint
 
 from agents.engines.base import Engine
 from agents.engines.hf import HFEngine
@@ -31,6 +30,7 @@ from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.types import Completion, GenerateRequest
+from benchmarks.images import GROUP_SIZE, Workload, make_checkpoint
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from trainer.setup.components import sampling_params
 

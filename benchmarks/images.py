@@ -201,7 +201,7 @@ async def groups(engine: SGLangEngine, workload: Workload, cell: Cell, repeats: 
         ]
         (alone, alone_read), (shared_rate, shared_read) = np.median(found, axis=0).tolist()
         rows.append(
-            {**vars(cell), "with_pictures": with_images, "alone": alone, "shared": shared_rate}
+            {**vars(cell), "with_images": with_images, "alone": alone, "shared": shared_rate}
             | {"alone_read": alone_read, "shared_read": shared_read}
         )
     return rows
@@ -290,7 +290,7 @@ async def profiles(
     """Return the busiest functions for text and for images, of the last workload, whose requests are made before."""
     by_engine, found = "groups" in options.parts, {}
     cell = Cell(*map(int, (options.group_cells if by_engine else options.cells)[-1].split(",")))
-    for kind, with_images in (("text", False), ("pictures", True)):
+    for kind, with_images in (("text", False), ("images", True)):
         plays: list[Callable[[], Awaitable[object]]] = []
         for _ in range(PROFILED):
             requests = workload.requests(cell, with_images)
@@ -332,7 +332,7 @@ async def measure(
     started = time.perf_counter()
     await engine.start()
     keep = [server.sent_images is not None for server in engine.servers.all]
-    print(f"server up in {time.perf_counter() - started:.0f} s; keeps pictures: {keep}", flush=True)
+    print(f"server up in {time.perf_counter() - started:.0f} s; keeps images: {keep}", flush=True)
     try:
         (after,) = engine.servers.all
         before = copy.copy(after)
@@ -359,7 +359,7 @@ async def measure(
             print(rows[-1], flush=True)
             figures.setdefault("rates", []).append({**vars(cell), **found})
             write(figures)
-        columns = ["picture tokens", "pictures", "at once", *options.ways, "after / text"]
+        columns = ["image tokens", "images", "at once", *options.ways, "after / text"]
         print(markdown(columns, rows))
         if options.profile:
             figures["profile"] = await profiles(engine, after, workload, options)
@@ -375,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", default=["parity", "rates"])
     parser.add_argument("--repeats", type=int, default=3, help="times that a rate is measured; the median counts")
     parser.add_argument("--ways", nargs="+", default=["text", "before", "after"])
-    parser.add_argument("--cells", nargs="+", default=CELLS, help="tokens of a picture, pictures a stream, at once")
+    parser.add_argument("--cells", nargs="+", default=CELLS, help="tokens of an image, images a stream, at once")
     parser.add_argument("--group-cells", nargs="+", default=GROUP_CELLS, help="the same, for the groups")
     parser.add_argument("--parity-tokens", type=int, default=10_000)
     parser.add_argument("--mem-fraction", type=float, default=0.3)
@@ -384,10 +384,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
-    at, command = commit(), f"python -m benchmarks.pictures {shlex.join(argv or sys.argv[1:])}"
+    at, command = commit(), f"python -m benchmarks.images {shlex.join(argv or sys.argv[1:])}"
 
     def write(figures: dict[str, Any]) -> None:
-        write_result(options.out / f"pictures_{options.model}.json", command, figures, at, ("torch", "transformers"))
+        write_result(options.out / f"images_{options.model}.json", command, figures, at, ("torch", "transformers"))
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
