@@ -34,17 +34,21 @@ def page() -> str:
     return "".join(file.read_text(encoding="utf-8") for file in PAGES)
 
 
-def key_table() -> str:
-    """Return the rows of the page's table of registry keys, as the code describes them."""
-    rows = []
+def described_keys() -> list[str]:
+    """Return the items of the page's list of registry keys, as the code describes them."""
+    items = []
     for name, field in EnvSpec.model_fields.items():
         if name in ("id", "origin"):
             continue
         default = field.get_default()
-        shown = "required" if field.is_required() else "" if default in (None, {}) else f"`{default}`"
-        rows.append(f"| `{name}` | {shown} | {field.description} |")
-    rows.append("| `gymnasium` |  | id of a Gymnasium environment, in place of `entry_point` and `dataset` |")
-    return "\n".join(rows) + "\n"
+        shown = ""
+        if field.is_required():
+            shown = " (required)"
+        elif default not in (None, {}):
+            shown = f" (`{default}`)"
+        items.append(f"- `{name}`{shown}: {field.description}")
+    items.append("- `gymnasium`: id of a Gymnasium environment, in place of `entry_point` and `dataset`")
+    return items
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +109,13 @@ def test_the_test_of_the_page_passes(example: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_every_registry_key_is_in_the_table_with_its_default_and_meaning() -> None:
-    assert key_table() in page()
+def test_every_registry_key_is_in_the_list_with_its_default_and_meaning() -> None:
+    assert " ".join(described_keys()) in " ".join(page().split())
 
 
 def test_every_check_policy_and_grader_is_on_the_page() -> None:
-    claims = page().split("| check | claim |")[1].split("\n\n")[0]
-    named = re.findall(r"^\| ([a-z ]+) \|", claims, re.MULTILINE)
+    claims = page().split("Each check claims:\n\n")[1].split("\n\n")[0]
+    named = re.findall(r"^- \*\*([a-z ]+)\*\*: ", claims, re.MULTILINE)
     _, shown = session(page(), "envs.check")
     assert named == re.findall(r"^ ([a-z][a-z ]*?)  +(?:passed|n/a)  ", shown, re.MULTILINE)
     for name in (*CallPolicy.__args__, *GRADERS):
@@ -168,8 +172,12 @@ def chosen_arguments() -> tuple[Argument, ...]:
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PACKAGES = ("envs", "agents", "trainer")
-#: The rows of both tables of the page on architecture: the path of one token, and where things are.
-ROWS = re.findall(r"^\| .* \|$", ARCHITECTURE.split("## The tree")[0], re.MULTILINE)
+#: The items of the path of one token, and of the page that says where things are.
+ITEMS = re.findall(
+    r"^(?:-|\d+\.) .*(?:\n +.*)*",
+    ARCHITECTURE.split("## The tree")[0] + (ROOT / "docs" / "where.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
 
 
 def tree() -> list[Path]:
@@ -208,20 +216,20 @@ def test_where_the_tree_lists_a_file_of_a_folder_it_lists_them_all() -> None:
         assert missing == [], folder
 
 
-def test_the_tables_of_the_architecture_name_files_and_what_is_in_them() -> None:
-    assert len(ROWS) > 35
-    for row in ROWS:
-        words = re.findall(r"`([^`]+)`", row.split(" | ", 1)[1])
+def test_the_pages_of_the_architecture_name_files_and_what_is_in_them() -> None:
+    assert len(ITEMS) > 35
+    for item in ITEMS:
+        words = re.findall(r"`([^`]+)`", item)
         paths = [ROOT / word for word in words if "/" in word or word == "registry.yaml"]
-        assert all(path.exists() for path in paths), row
+        assert all(path.exists() for path in paths), item
         files = [file for path in paths for file in ([path] if path.is_file() else path.glob("*.py"))]
         texts = [file.read_text(encoding="utf-8") for file in files]
         for word in words:
             if word.endswith(".py"):
-                assert any(file.name == Path(word).name for file in files), f"{word}: {row}"
+                assert any(file.name == Path(word).name for file in files), f"{word}: {item}"
             elif re.fullmatch(r"[A-Za-z_]+(\.[a-z_]+)?", word) and ROOT / word not in paths:
                 name = word.split(".")[-1]
-                assert any(re.search(rf"\b{name}\b", text) for text in texts), f"{word}: {row}"
+                assert any(re.search(rf"\b{name}\b", text) for text in texts), f"{word}: {item}"
 
 
 def test_every_term_of_the_glossary_names_a_file_and_has_one_entry() -> None:
