@@ -222,7 +222,7 @@ ROWS = (
     Row(Eraser, "an episode clears its sample's metadata", "deterministic", "changes its prompt or metadata"),
     Row(
         Painter, "an episode draws on its sample's image", "deterministic", "changes its prompt or metadata",
-        {"dataset": f"{__name__}:images"},
+        {"dataset": f"{__name__}:make_images"},
     ),
     Row(Whimsical, "the first observation differs each time", "deterministic", "the first observation differs"),
     Row(Restless, "the answer of a step differs each time", "deterministic", "the answer of step 1 differs"),
