@@ -67,10 +67,11 @@ function thoughtBox(text) {
 function turnRewards(episode, number) {
   const { reward: ofTurn, tool_score: ofTool } = episode.turns[number - 1].info || {};
   const soFar = episode.turns.slice(0, number).reduce((sum, turn) => sum + (turn.reward || 0), 0);
+  const hasTurnRewards = episode.turns.some((turn) => turn.reward);
   const ofEpisode = number === episode.turns.length ? episode.reward : null;
   return [
     ["reward", ofTurn],
-    ["so far", number > 1 && isNumber(ofTurn) ? soFar : null],
+    ["so far", number > 1 && hasTurnRewards ? soFar : null],
     ["tool score", ofTool],
     ["episode's reward", ofEpisode],
   ]

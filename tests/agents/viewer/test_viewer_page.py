@@ -358,14 +358,18 @@ def test_what_is_known_of_the_reward_is_beside_each_turn(visit: Open, tmp_path: 
     words = Words()
     played = episode(words, ["x", "y"], ["z"], reward=1.5)
     earned = [replace(turn, info={"reward": worth}) for turn, worth in zip(played.turns, (0.5, 1.0), strict=True)]
+    counted = [replace(turn, reward=turn.info["reward"]) for turn in earned]
     with Recorder(tmp_path / "episodes", manifest(), words.spell) as recorder:
-        recorder.write(replace(played, turns=tuple(earned)), 1)
+        recorder.write(replace(played, turns=tuple(earned)), 1)  # as recordings had them before turns had rewards
+        recorder.write(replace(played, turns=tuple(counted), group=1), 1)
     export(tmp_path / "page.html", [Source(tmp_path)])
-    page = visit(address=f"file://{tmp_path / 'page.html'}", fragment="#/episode/train-0-0").page
-    assert [text.split("\n")[:2] for text in page.locator(".turn-facts").all_inner_texts()] == [
-        ["reward 0.50", "2 tokens"],
-        ["reward 1.00", "episode's reward 1.50"],
-    ]
+    for name, last in (
+        ("train-0-0", ["episode's reward 1.50"]),
+        ("train-1-0", ["so far 1.50", "episode's reward 1.50"]),
+    ):
+        page = visit(address=f"file://{tmp_path / 'page.html'}", fragment=f"#/episode/{name}").page
+        facts = [text.split("\n") for text in page.locator(".turn-facts").all_inner_texts()]
+        assert [facts[0][:2], facts[1][: 1 + len(last)]] == [["reward 0.50", "2 tokens"], ["reward 1.00", *last]]
 
 
 def test_the_command_of_a_turn_plays_on_from_it_when_it_is_pasted(visit: Open, tmp_path: Path) -> None:
