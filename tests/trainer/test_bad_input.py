@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from envs.config.cli import exit_code
 from envs.datasets.hub import check_is_there
 from envs.errors import UserError
 from tests.paths import ROOT
-from trainer.checkpoint.run_dir import make_folder
+from trainer.checkpoint.run_dir import make_folder, new_folder
 from trainer.config.rollout import API_KEY_VARIABLE, ServersConfig
 from trainer.export import run as export
 from trainer.run import run
@@ -160,6 +161,15 @@ def test_a_name_that_leaves_the_folder_of_runs_is_refused(name: str, tmp_path: P
         make_folder(tmp_path / "runs", name, "label")
     assert not list(tmp_path.iterdir())
     assert make_folder(tmp_path / "runs", "group/x", "label") == tmp_path / "runs/group/x"
+
+
+def test_the_first_run_of_a_process_has_no_number_in_its_name_and_the_second_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.checkpoint.run_dir._numbers", itertools.count())
+    monkeypatch.setattr("trainer.checkpoint.run_dir.default_name", lambda label: f"{label}-then")
+    new_folder(tmp_path, "")  # what a command asks for before it loads anything
+    assert [make_folder(tmp_path, "", "geo3k").name for _ in range(2)] == ["geo3k-then", "geo3k-then-1"]
 
 
 def test_a_run_folder_whose_name_is_not_utf_8_is_refused_before_the_run(tmp_path: Path) -> None:

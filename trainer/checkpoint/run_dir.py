@@ -30,16 +30,18 @@ _numbers = itertools.count()
 WAIT_S = 10.0
 
 
-def new_folder(out: Path, name: str, label: str = "run", can_resume: bool = True) -> Path:
-    """Return the path of a run folder that is not there yet.
+def default_name(label: str) -> str:
+    """Return the name of a run that is given none, such as "geo3k-seed0-20260102-030405-4711"."""
+    return f"{label}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
-    Example: without `--name` and with the label "geo3k-seed0" it is `runs/geo3k-seed0-20260102-030405-4711`.
+
+def new_folder(out: Path, name: str, can_resume: bool = True) -> Path:
+    """Return the path of a run folder that is not there yet; an empty name stands for a default one.
 
     Raises:
         UserError: it is there already, cannot be made, or is not in `--out`.
     """
-    name = name or f"{label}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_numbers)}".removesuffix("-0")
-    folder = (out / name).absolute()  # an environment may change the working directory
+    folder = (out / (name or default_name("run"))).absolute()  # an environment may change the working directory
     if out.absolute() not in Path(os.path.normpath(folder)).parents:
         fix = "give a name without '..', and the folder as --out"
         raise UserError("--name", f"must name a folder in --out {out}", name, fix)
@@ -58,8 +60,12 @@ def new_folder(out: Path, name: str, label: str = "run", can_resume: bool = True
 
 
 def make_folder(out: Path, name: str, label: str, can_resume: bool = True) -> Path:
-    """Create the run folder; an existing one is never written into. Raises as `new_folder` does."""
-    folder = new_folder(out, name, label, can_resume)
+    """Create the run folder; an existing one is never written into. Raises as `new_folder` does.
+
+    Example: without `--name` and with the label "geo3k-seed0" it is `runs/geo3k-seed0-20260102-030405-4711`.
+    """
+    name = name or f"{default_name(label)}-{next(_numbers)}".removesuffix("-0")
+    folder = new_folder(out, name, can_resume)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
