@@ -119,11 +119,13 @@ class RewardSum:
         if not parts:
             return _unscored(trajectory, values, f"{NONE_APPLIES}: all returned None")
         try:
-            total = checked_number(_sum(parts), f"the weighted sum {self} must be")
+            rule = f"the weighted sum {self} must be"
+            total = checked_number(_sum(parts), rule)
+            # Rewards of turns may cancel out in the sum and still be too large by themselves.
+            weight = sum(term.weight for term in self.terms if term.function is None)
+            turns = tuple(replace(turn, reward=checked_number(weight * turn.reward, rule)) for turn in trajectory.turns)
         except EnvFault as fault:
             return _unscored(trajectory, values, str(fault))
-        weight = sum(term.weight for term in self.terms if term.function is None)
-        turns = tuple(replace(turn, reward=weight * turn.reward) for turn in trajectory.turns)
         return replace(trajectory, reward=total, rewards=values, turns=turns)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 from agents.rollout.rewards import NONE_APPLIES, RewardFunction, RewardSum, WeightedReward
 from agents.types import EndReason, Trajectory
@@ -74,3 +75,12 @@ def test_a_coroutine_that_raises_names_its_line() -> None:
     found = scored(raises)
     assert found.end_reason is EndReason.REWARD_ERROR
     assert "KeyError: 'beta' (test_rewards.py:" in (found.error or "")
+
+
+def test_rewards_of_turns_that_a_weight_makes_endless_are_a_reward_error_also_where_they_cancel_out() -> None:
+    played = trajectory(range(4), (0, 1, 0, 1), reward=0.0)
+    turns = tuple(replace(turn, reward=worth) for turn, worth in zip(played.turns, (3e38, -3e38), strict=True))
+    rewards = RewardSum((WeightedReward("answer", 1e300),))
+    found = asyncio.run(rewards.score(replace(played, turns=turns), EnvLimits()))
+    assert found.end_reason is EndReason.REWARD_ERROR and "must be a finite number" in str(found.error)
+    assert [turn.reward for turn in found.turns] == [3e38, -3e38]
