@@ -182,11 +182,9 @@ class ModelFacts:
         with _checkpoint_errors(path):
             if reads_images:
                 image_token_id = int(config.image_token_id)
-            else:
-                image_token_id = NO_IMAGE_TOKEN
-            if reads_images:
                 merge_size = int(config.vision_config.spatial_merge_size)
             else:
+                image_token_id = NO_IMAGE_TOKEN
                 merge_size = 1
             if merge_size < 1 or (reads_images and image_token_id < 0):
                 raise ValueError(f"image_token_id {image_token_id}, spatial_merge_size {merge_size}")

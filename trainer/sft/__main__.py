@@ -112,7 +112,6 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 1
     if summary["interrupted"]:
         console.print(resume_hint("trainer.sft", context.folder), soft_wrap=True, markup=False)
-    if summary["interrupted"]:
         return 130
     return 0
 

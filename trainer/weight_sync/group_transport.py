@@ -83,12 +83,11 @@ class GroupTransport(ServersTransport):
             return await super()._push(version)
         sent, fault = await self._send(group, version)
         if fault:
-            self._num_failed = self._num_failed + 1
-        else:
-            self._num_failed = 0
-        if fault:
+            self._num_failed += 1
             await self._leave()
             self.engine.servers.events.append(f"weights {version} go over disk to servers that were lost: {fault}")
+        else:
+            self._num_failed = 0
         is_first = version == 0 and not self._has_sent  # a run that has lost its learner may begin with 0 again
         if fault and (is_first or self._num_failed == MAX_FAILED):
             self._use_disk(fault)
