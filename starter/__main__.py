@@ -21,12 +21,12 @@ from pydantic import Field
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
 from envs.errors import UserError, did_you_mean
-from envs.geo3k.procedural import ProceduralGeo3k
 from starter.architecture import SHAPES, write_untrained
 from starter.attempts import OwnAttempts, own_attempts
 from starter.corpus import corpus
 from starter.lessons import Lessons
 from starter.recipes import RECIPES, Recipe, Stage
+from starter.textbook.problems import problems_of
 
 #: Lessons that a process makes at a time.
 CHUNK = 256
@@ -104,7 +104,7 @@ def _train(recipe: Recipe, stage: Stage, seed: int, model: Path, folder: Path, d
     if stage.num_played:
         # Their places come after those of the lessons, so no lesson shows one of these problems otherwise.
         size = stage.num_lessons + stage.num_played
-        sources = [ProceduralGeo3k("demonstrations", size, seed, **options) for options in stage.problems]
+        sources = [problems_of("demonstrations", size, seed, **options) for options in stage.problems]
         places = range(stage.num_lessons, size)
         attempts = own_attempts(model, [sources[p % len(sources)].item(p) for p in places], device, seed)
         print(f"played {stage.num_played} problems: {len(attempts)} wrong attempts", flush=True)

@@ -8,12 +8,11 @@ from PIL import Image
 
 from envs.env import EnvArgs
 from envs.geo3k.env import SYSTEM_PROMPT, build_env
-from envs.geo3k.problem import STYLES
-from envs.geo3k.procedural import ProceduralGeo3k
 from envs.geo3k.zoom import SYSTEM_PROMPT as ZOOM_SYSTEM_PROMPT
 from envs.geo3k.zoom import Geo3kZoomEnv
 from starter.demonstrations import demonstration_sample
 from starter.plans import MAX_TURNS, score_call, written, zoom_call
+from starter.textbook.problems import STYLES, problems_of
 
 #: Sentences like those of real geometry problems, so that the tokenizer does not split these into single bytes.
 GEOMETRY_ENGLISH = (
@@ -36,7 +35,7 @@ LESSON_ENGLISH = (
 
 def corpus(size: int, seed: int) -> list[str]:
     """Return the texts of demonstrations, and of realistic geometry problems."""
-    sources = [ProceduralGeo3k("demonstrations", size, seed, style=style) for style in ("plain", "textbook")]
+    sources = [problems_of("demonstrations", size, seed, style) for style in ("plain", "textbook")]
     texts: list[str] = [*(GEOMETRY_ENGLISH + LESSON_ENGLISH) * (size // 20)]
     for index in range(size):
         problem = sources[index % len(sources)].problem(index)

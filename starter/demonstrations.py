@@ -24,12 +24,12 @@ from envs.config.settings import Section
 from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.geo3k.env import SYSTEM_PROMPT, build_env
-from envs.geo3k.problem import Box, Problem, Style
-from envs.geo3k.procedural import ProceduralGeo3k
+from envs.geo3k.problem import Box, Problem
 from envs.geo3k.zoom import SYSTEM_PROMPT as ZOOM_SYSTEM_PROMPT
 from envs.geo3k.zoom import Geo3kZoomEnv
 from envs.types import Message, Sample, content_parts, message_images
 from starter.plans import MAX_TURNS, ZOOMS, Mixture, Plan, PlannedTurn, boxed, zoom_call, zoom_windows
+from starter.textbook.problems import problems_of
 
 Row = dict[str, Any]
 
@@ -100,7 +100,7 @@ class DemonstrationsConfig(Section):
     num: int = Field(default=256, ge=1, description="how many")
     seed: int = Field(default=0, ge=0, description="seed of problems and habits")
     out: Path = Field(default=Path("demos.jsonl"), description="file to write, one row a line")
-    style: Style = Field(default="overprint", description="how the problems are drawn (docs/diagrams.md)")
+    style: str = Field(default="overprint", description="how the problems are drawn (docs/diagrams.md)")
     tools_offered: float = Field(default=1.0, ge=0, le=1, description="share whose prompt lists the tool")
     reasons: float = Field(default=1.0, ge=0, le=1, description="share that writes the steps before the answer")
     checks: float = Field(default=0.9, ge=0, le=1, description="share of those with the tool that calls it first")
@@ -120,7 +120,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     prog = "python -m starter.demonstrations"
     description = "Write conversations that solve geo3k's problems."
     config = parse(DemonstrationsConfig, argv, prog, description)
-    problems = ProceduralGeo3k("demonstrations", config.num, config.seed, style=config.style)
+    problems = problems_of("demonstrations", config.num, config.seed, config.style)
     try:
         with config.out.open("x", encoding="utf-8") as file:
             for index in range(config.num):

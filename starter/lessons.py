@@ -22,6 +22,7 @@ from starter.attempts import OwnAttempts
 from starter.demonstrations import Row, conversation, solved, zoomed
 from starter.plans import Plan, PlannedTurn
 from starter.recipes import LADDER, Numbers, Stage
+from starter.textbook.problems import problems_of
 
 WIDTH = 160
 HEIGHT = 128
@@ -117,7 +118,7 @@ class Lessons:
             return ""
 
     def _problems(self, options: dict[str, Any]) -> ProceduralGeo3k:
-        return ProceduralGeo3k(self.split, self.stage.num_lessons, self.seed, **options)
+        return problems_of(self.split, self.stage.num_lessons, self.seed, **options)
 
 
 def _read(sample: Sample) -> Row:

@@ -44,7 +44,7 @@ class Stage:
     `shares` has the share of each kind of lesson: "numbers" and "figure" are to be read; "problem" is a demonstration
     of `mixture`; "zoom" looks at small print enlarged, or in a share `blind_frac` answers at once; "attempt" goes on
     after a wrong attempt of the policy itself, which plays `num_played` problems before the stage. Numbers are those of
-    a `rung` of the ladder. Figures and problems are of `problems`, which are arguments of `ProceduralGeo3k`, each as
+    a `rung` of the ladder. Figures and problems are of `problems`, which are arguments of `problems_of`, each as
     often.
     """
 

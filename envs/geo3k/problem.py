@@ -1,6 +1,6 @@
 """Creates one geometry problem, text and diagram, from a family, a level and random numbers.
 
-Levels mean the same in every plain family; docs/diagrams.md has those of textbook problems:
+Levels mean the same in every family:
 
 - 1: friendly numbers. Angles are multiples of 10, lengths are small, answers are integers.
 - 2: harder arithmetic. Angles are multiples of 5, lengths are larger, answers are integers (or whole multiples of a
@@ -10,28 +10,22 @@ Levels mean the same in every plain family; docs/diagrams.md has those of textbo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from types import MappingProxyType
-from typing import Literal
 
 from PIL import Image
 
 from envs.errors import UserError, did_you_mean
 from envs.geo3k.canvas import Canvas
 from envs.geo3k.families import FAMILIES, Family
-from envs.geo3k.textbook.drawing import SCALES, draw
-from envs.geo3k.textbook.theorem import Theorem, Wording
-from envs.geo3k.textbook.theorems import THEOREMS
+from envs.geo3k.families.family import Solution
 
 __all__ = [
     "FAMILIES",
     "LEVELS",
-    "STYLES",
     "Family",
     "Problem",
-    "Style",
     "draw_problem",
     "make_problem",
     "misread",
@@ -41,12 +35,6 @@ __all__ = [
 
 LEVELS = (1, 2, 3)
 
-Style = Literal["plain", "overprint", "textbook", "small_print"]
-#: How problems are drawn, and the families that are drawn so.
-STYLES: Mapping[str, Mapping[str, Family] | Mapping[str, Theorem]] = MappingProxyType(
-    {"plain": FAMILIES, "overprint": FAMILIES, "textbook": THEOREMS, "small_print": THEOREMS}
-)
-_ALL: Mapping[str, Family | Theorem] = MappingProxyType({**FAMILIES, **THEOREMS})
 LAYOUT_TRIES = 16
 MISREAD_TRIES = 8
 
@@ -75,8 +63,8 @@ class Problem:
                 reasoning="47 + 65 = 112. 180 - 112 = 68.").key      # "triangle_angles/47-65/x"
 
     `answer` is an integer, a decimal rounded to a tenth, or LaTeX spaced as in Geometry3K: "5 \\sqrt { 2 }",
-    "\\frac { 7 } { 2 }". Textbook problems have a wording: letters, variables and what the question tells. In an
-    overprinted image a digit of `rival`, the givens of another problem, is printed over the one that is meant.
+    "\\frac { 7 } { 2 }". In an overprinted image a digit of `rival`, the givens of another problem, is printed over the
+    one that is meant.
     """
 
     family: str
@@ -86,58 +74,50 @@ class Problem:
     question: str
     answer: str
     reasoning: str
-    wording: Wording | None = None
     rival: tuple[int, ...] | None = None
 
     @property
     def key(self) -> str:
         """The identity of the problem: equal for two problems that differ only in level or drawing."""
-        givens = _ALL[self.family].canonical(self.givens, self.unknown)
+        givens = self.canonical_givens()
         return f"{self.family}/{'-'.join(map(str, givens))}/{self.unknown}"
 
     @property
     def drawn_givens(self) -> Sequence[int]:
         """The places of the givens that the image shows; the question tells the others."""
-        if self.wording is None:
-            return range(len(self.givens))
-        return THEOREMS[self.family].drawn_givens(self.givens, self.unknown, self.wording)
+        return range(len(self.givens))
+
+    def canonical_givens(self) -> tuple[int, ...]:
+        """Return the givens in an order that is the same for problems that differ only in the drawing."""
+        return FAMILIES[self.family].canonical(self.givens, self.unknown)
+
+    def solve(self, givens: tuple[int, ...]) -> Solution:
+        """Return the reasoning and the exact answer for given numbers; ValueError if no such figure exists."""
+        return FAMILIES[self.family].solve(givens, self.unknown)
 
 
 def make_problem(family: str, level: int, rng: Random) -> Problem:
     """Sample a problem of a family and a level (1 to 3); raise UserError if either is unknown."""
-    if family not in _ALL:
-        raise UserError("family", "must be a known family", family, did_you_mean(family, _ALL))
+    if family not in FAMILIES:
+        raise UserError("family", "must be a known family", family, did_you_mean(family, FAMILIES))
     if level not in LEVELS:
         raise UserError("level", "must be 1, 2 or 3", level, "give one of 1, 2, 3")
-    if family in THEOREMS:
-        theorem = THEOREMS[family]
-        givens, unknown, shape = theorem.sample(rng, level)
-        question, wording = theorem.word(givens, unknown, shape, rng)
-    else:
-        givens, unknown = FAMILIES[family].sample(rng, level)
-        question = FAMILIES[family].question(givens, unknown)
-        wording = None
-    reasoning, answer = _ALL[family].solve(givens, unknown)
-    return Problem(family, level, givens, unknown, question, answer, reasoning, wording)
+    kind = FAMILIES[family]
+    givens, unknown = kind.sample(rng, level)
+    reasoning, answer = kind.solve(givens, unknown)
+    return Problem(family, level, givens, unknown, kind.question(givens, unknown), answer, reasoning)
 
 
 Box = tuple[int, int, int, int]
 
 
-def draw_problem(problem: Problem, rng: Random, small_print: bool = False) -> Image.Image:
-    """Draw the diagram: 160x128 RGB for a plain family, of a size that fits it for a theorem, or in small print.
-
-    It is the first of a few layouts without conflicts, else the one with the fewest.
-    """
-    return draw_with_boxes(problem, rng, small_print)[0]
+def draw_problem(problem: Problem, rng: Random) -> Image.Image:
+    """Draw the diagram, 160x128 RGB: the first of a few layouts without conflicts, else the one with the fewest."""
+    return draw_with_boxes(problem, rng)[0]
 
 
-def draw_with_boxes(problem: Problem, rng: Random, small_print: bool = False) -> tuple[Image.Image, list[Box]]:
+def draw_with_boxes(problem: Problem, rng: Random) -> tuple[Image.Image, list[Box]]:
     """Draw the diagram; return it and the left, top, right and bottom edges of every label, in pixels."""
-    if problem.wording is not None:
-        figure = THEOREMS[problem.family].figure(problem.givens, problem.unknown, problem.wording.shape)
-        drawing = draw(figure, problem.wording, rng, SCALES["small_print" if small_print else "textbook"])
-        return drawing.image, [box for _, box in drawing.texts]
     canvas = _lay_out(problem, rng)
     return canvas.image(), canvas.label_boxes
 
@@ -201,7 +181,7 @@ def read_as(problem: Problem, givens: tuple[int, ...]) -> Problem | None:
     Example: of "47 + 65 = 112. 180 - 112 = 68.", read as (41, 65), it is "41 + 65 = 106. 180 - 106 = 74.".
     """
     try:
-        reasoning, answer = _ALL[problem.family].solve(givens, problem.unknown)
+        reasoning, answer = problem.solve(givens)
     except ValueError:  # no such figure
         return None
     if answer == problem.answer:

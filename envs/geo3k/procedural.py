@@ -8,14 +8,15 @@ uses `validation`, on which settings are chosen, or `heldout`, on which results 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 from PIL import Image
 
 from envs.errors import UserError, did_you_mean
-from envs.geo3k.problem import LEVELS, STYLES, Box, Problem, Style, draw_with_boxes, make_problem, with_rival
+from envs.geo3k.problem import FAMILIES, LEVELS, Box, Problem, draw_with_boxes, make_problem, with_rival
 from envs.types import MadeSamples, Sample
 
 Split = Literal["demonstrations", "train", "validation", "heldout"]
@@ -49,9 +50,12 @@ class ProceduralGeo3k(MadeSamples):
         source[0].label, source[0].metadata["key"]       # "40", "triangle_angles/50-90/x"
         problem, image = source.item(0)                  # the same problem with its reasoning, 160x128 RGB
 
-    A style has its families: `plain` and `overprint` those that the bundled model learnt, `textbook` and `small_print`
-    the theorems of docs/diagrams.md. Raises UserError for an unknown split, style, family or level, or a negative size.
+    An image of the style `overprint` has a second reading (docs/diagrams.md). Raises UserError for an unknown split,
+    style, family or level, or a negative size.
     """
+
+    #: How problems are drawn, and the families that are drawn so; `starter.textbook.problems` has other styles.
+    styles: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"plain": FAMILIES, "overprint": FAMILIES})
 
     def __init__(
         self,
@@ -60,13 +64,13 @@ class ProceduralGeo3k(MadeSamples):
         seed: int = 0,
         families: Sequence[str] | None = None,
         levels: Sequence[int] = LEVELS,
-        style: Style = "plain",
+        style: str = "plain",
     ) -> None:
         if split not in SPLITS:
             raise UserError("split", "must be a known split", split, did_you_mean(split, SPLITS))
-        if style not in STYLES:
-            raise UserError("style", "must be a known style", style, did_you_mean(style, STYLES))
-        known = STYLES[style]
+        if style not in self.styles:
+            raise UserError("style", "must be a known style", style, did_you_mean(style, self.styles))
+        known = self.styles[style]
         super().__init__(size)
         if unknown := [name for name in families or () if name not in known]:
             if style == "plain":
@@ -82,7 +86,7 @@ class ProceduralGeo3k(MadeSamples):
         self.seed = seed
         self.families = tuple(families or known)
         self.levels = tuple(levels)
-        self.style: Style = style
+        self.style = style
 
     def item(self, index: int) -> tuple[Problem, Image.Image]:
         """Return the problem and its image at an index in -size to size - 1."""
@@ -94,21 +98,31 @@ class ProceduralGeo3k(MadeSamples):
         A box is left, top, right and bottom in pixels.
         """
         problem, rng = self._sample(index)
-        image, boxes = draw_with_boxes(problem, rng, small_print=self.style == "small_print")
+        image, boxes = self.draw(problem, rng)
         return problem, image, boxes
 
     def problem(self, index: int) -> Problem:
         """Return the problem at an index without drawing it."""
         return self._sample(index)[0]
 
+    def make_problem(self, family: str, level: int, rng: Random) -> Problem:
+        """Return a problem of a family and a level that may be of any split."""
+        return make_problem(family, level, rng)
+
+    def draw(self, problem: Problem, rng: Random) -> tuple[Image.Image, list[Box]]:
+        """Return the image of a problem and the edges of its labels in pixels."""
+        return draw_with_boxes(problem, rng)
+
     def _sample(self, index: int) -> tuple[Problem, Random]:
         rng = Random(f"{self.seed}/{self.split}/{self.place(index)}")
         family = rng.choice(self.families)
         level = rng.choice(self.levels)
         for _ in range(KEY_TRIES):
-            problem = make_problem(family, level, rng)
+            problem = self.make_problem(family, level, rng)
             if split_of(problem.key) == self.split:
-                return with_rival(problem, rng) if self.style == "overprint" else problem, rng
+                if self.style == "overprint":
+                    problem = with_rival(problem, rng)
+                return problem, rng
         raise RuntimeError(f"{KEY_TRIES} problems of {family}, level {level}: none belongs to split {self.split}")
 
     def make(self, place: int) -> Sample:

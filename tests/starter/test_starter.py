@@ -42,6 +42,7 @@ from starter.plans import (
     zoom_windows,
 )
 from starter.recipes import RECIPES, Numbers, Recipe, Stage
+from starter.textbook.problems import problems_of
 from tests.paths import ROOT
 
 PROBLEM = Problem("triangle_angles", 3, (47, 65), "x", "Find x.", "68", "47 + 65 = 112. 180 - 112 = 68.")
@@ -230,7 +231,7 @@ def test_zooms_show_every_label_that_half_a_image_can_show() -> None:
 
 @pytest.mark.parametrize("style", ["plain", "small_print"])
 def test_a_zoom_demonstration_shows_each_window_then_solves_and_teaches_both(style: Any) -> None:
-    problems = ProceduralGeo3k("demonstrations", 12, seed=6, style=style)
+    problems = problems_of("demonstrations", 12, 6, style)
     for index in range(12):
         problem, image, boxes = problems.drawn(index)
         windows = zoom_windows(boxes, *image.size)

@@ -1,4 +1,4 @@
-"""Draws problems of a style side by side: `python -m envs.geo3k.sheet --style textbook --out sheet.png`."""
+"""Draws problems of a style side by side: `python -m starter.sheet --style textbook --out sheet.png`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pydantic import Field
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
 from envs.errors import UserError
-from envs.geo3k.problem import STYLES, Style
-from envs.geo3k.procedural import ProceduralGeo3k
+from starter.textbook.problems import STYLES, problems_of
 
 GAP = 8  # pixels between images
 
@@ -21,7 +20,7 @@ GAP = 8  # pixels between images
 class SheetConfig(Section):
     """What to draw, and where to."""
 
-    style: Style = Field(default="textbook", description="how problems are drawn")
+    style: str = Field(default="textbook", description="how problems are drawn")
     families: tuple[str, ...] = Field(default=(), description="one problem of each; empty: of all")
     level: int = Field(default=3, ge=1, le=3, description="level of the problems")
     seed: int = Field(default=0, ge=0, description="seed of the problems")
@@ -47,10 +46,10 @@ def sheet(images: Sequence[Image.Image], columns: int) -> Image.Image:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, write the image, and print question and answer of every problem in it."""
-    config = parse(SheetConfig, argv, "python -m envs.geo3k.sheet", "Draw problems of a style side by side.")
+    config = parse(SheetConfig, argv, "python -m starter.sheet", "Draw problems of a style side by side.")
     images = []
     for family in config.families or STYLES[config.style]:
-        source = ProceduralGeo3k("train", 1, config.seed, families=[family], levels=[config.level], style=config.style)
+        source = problems_of("train", 1, config.seed, config.style, families=[family], levels=[config.level])
         problem, image = source.item(0)
         images.append(image)
         print(f"{len(images):3}  {family}: {problem.question} {problem.answer}")

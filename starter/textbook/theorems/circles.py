@@ -8,8 +8,8 @@ from envs.geo3k.families.arithmetic import calculation, divide, mean, proportion
 from envs.geo3k.families.circles import CircleAngles
 from envs.geo3k.families.family import Case, Givens, Solution, require, require_angles
 from envs.geo3k.families.triangles import Isosceles
-from envs.geo3k.textbook.figure import Figure, meet, polar
-from envs.geo3k.textbook.theorem import Theorem, pick_angle
+from starter.textbook.figure import Figure, meet, polar
+from starter.textbook.theorem import Theorem, pick_angle
 
 LOOKS_TANGENT = "Assume that segments that appear to be tangent are tangent."
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.geo3k.textbook.figure import Point, unit
+from starter.textbook.figure import Point, unit
 
 Candidate = tuple[Point, float, Point]  # a center, its cost, and a point of what it labels
 

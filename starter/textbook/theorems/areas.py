@@ -8,8 +8,8 @@ from random import Random
 from envs.geo3k.families.areas import Parallelogram, Rectangle, TrapezoidArea, TriangleArea
 from envs.geo3k.families.arithmetic import calculation, divide, multiply
 from envs.geo3k.families.family import Case, Givens, Solution, require
-from envs.geo3k.textbook.figure import Figure, Label, named_part, polar
-from envs.geo3k.textbook.theorem import Theorem
+from starter.textbook.figure import Figure, Label, named_part, polar
+from starter.textbook.theorem import Theorem
 
 LENGTHS = {1: (2, 12), 2: (4, 20), 3: (5, 45)}
 

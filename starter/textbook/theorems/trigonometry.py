@@ -7,9 +7,9 @@ from random import Random
 
 from envs.geo3k.families.arithmetic import calculation
 from envs.geo3k.families.family import Case, Givens, Solution, require
-from envs.geo3k.textbook.figure import Figure, polar, triangle
-from envs.geo3k.textbook.theorem import Theorem, pick_angle
-from envs.geo3k.textbook.theorems.lengths import right
+from starter.textbook.figure import Figure, polar, triangle
+from starter.textbook.theorem import Theorem, pick_angle
+from starter.textbook.theorems.lengths import right
 
 TO_TENTH = "Round to the nearest tenth."
 

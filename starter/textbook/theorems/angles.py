@@ -8,8 +8,8 @@ from random import Random
 from envs.geo3k.families.arithmetic import add, calculation, divide, rest
 from envs.geo3k.families.family import Case, Givens, Solution, require, require_angles
 from envs.geo3k.families.triangles import ExteriorAngle, Isosceles
-from envs.geo3k.textbook.figure import Figure, foot, meet, polar, triangle
-from envs.geo3k.textbook.theorem import AngleTheorem, Theorem, pick_angle
+from starter.textbook.figure import Figure, foot, meet, polar, triangle
+from starter.textbook.theorem import AngleTheorem, Theorem, pick_angle
 
 
 class AngleSum(AngleTheorem):

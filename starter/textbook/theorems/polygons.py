@@ -7,8 +7,8 @@ from random import Random
 
 from envs.geo3k.families.arithmetic import divide, rest, twice
 from envs.geo3k.families.family import Case, Givens, Solution, require, require_angles
-from envs.geo3k.textbook.figure import Figure, meet, polar, triangle
-from envs.geo3k.textbook.theorem import AngleTheorem, Theorem, pick_angle
+from starter.textbook.figure import Figure, meet, polar, triangle
+from starter.textbook.theorem import AngleTheorem, Theorem, pick_angle
 
 
 class PolygonAngles(Theorem):

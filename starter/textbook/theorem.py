@@ -12,7 +12,7 @@ from typing import ClassVar
 from envs.geo3k.families import family
 from envs.geo3k.families.arithmetic import divide
 from envs.geo3k.families.family import Case, Givens, Solution, require, solve_angle
-from envs.geo3k.textbook.figure import WHOLES, Figure, Label, expression, with_unit
+from starter.textbook.figure import WHOLES, Figure, Label, expression, with_unit
 
 ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 VARIABLES = "xxxxxyzabn"

@@ -7,9 +7,9 @@ from random import Random
 
 from envs.geo3k.families.arithmetic import calculation, divide
 from envs.geo3k.families.family import Case, Givens, Solution, require
-from envs.geo3k.textbook.figure import Figure, polar, scaled, triangle
-from envs.geo3k.textbook.theorem import Theorem
-from envs.geo3k.textbook.theorems.circles import LOOKS_TANGENT, circle
+from starter.textbook.figure import Figure, polar, scaled, triangle
+from starter.textbook.theorem import Theorem
+from starter.textbook.theorems.circles import LOOKS_TANGENT, circle
 
 _EQUAL = ("isosceles", "parallelogram", "diagonal", "tangents", "vertical", "bisector", "kite")
 _OF_ANGLES = ("vertical", "bisector")

@@ -11,10 +11,10 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from envs.geo3k.textbook.figure import Figure, Label, Point, unit, with_unit
-from envs.geo3k.textbook.placement import Placer, along, around, at_distance, beside_arc, reach, within
-from envs.geo3k.textbook.text import DETAIL, FONTS, FontName, text_mask
-from envs.geo3k.textbook.theorem import Wording, names
+from starter.textbook.figure import Figure, Label, Point, unit, with_unit
+from starter.textbook.placement import Placer, along, around, at_distance, beside_arc, reach, within
+from starter.textbook.text import DETAIL, FONTS, FontName, text_mask
+from starter.textbook.theorem import Wording, names
 
 TRIES = 24
 SMALLER_TRIES = 40

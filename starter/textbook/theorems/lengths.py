@@ -9,8 +9,8 @@ from random import Random
 from envs.geo3k.families.arithmetic import calculation, divide, multiply, root_of
 from envs.geo3k.families.family import Case, Givens, Solution, require
 from envs.geo3k.families.right_triangles import RightTriangle, special_side
-from envs.geo3k.textbook.figure import Figure
-from envs.geo3k.textbook.theorem import Theorem
+from starter.textbook.figure import Figure
+from starter.textbook.theorem import Theorem
 
 TRIPLES = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 40, 41))
 

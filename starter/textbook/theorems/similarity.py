@@ -7,8 +7,8 @@ from random import Random
 from envs.geo3k.families.arithmetic import calculation, divide, proportion, twice
 from envs.geo3k.families.family import Case, Givens, Solution, require
 from envs.geo3k.families.proportions import Midsegment
-from envs.geo3k.textbook.figure import Figure, polar, scaled, triangle, triangle_of_sides
-from envs.geo3k.textbook.theorem import Theorem
+from starter.textbook.figure import Figure, polar, scaled, triangle, triangle_of_sides
+from starter.textbook.theorem import Theorem
 
 
 class TriangleMidsegment(Theorem):

@@ -18,19 +18,21 @@ from PIL import Image, ImageChops, ImageFont
 
 from envs.env import EnvArgs
 from envs.errors import UserError
-from envs.geo3k import sheet
 from envs.geo3k.families import FAMILIES
-from envs.geo3k.problem import LEVELS, STYLES, Problem, draw_problem, make_problem, misread
+from envs.geo3k.problem import LEVELS, Problem, misread
 from envs.geo3k.procedural import KEY_TRIES, SPLITS, ProceduralGeo3k, Split, split_of
-from envs.geo3k.textbook import drawing
-from envs.geo3k.textbook.drawing import CELL, SCALES, Drawing, draw
-from envs.geo3k.textbook.figure import Figure, Part
-from envs.geo3k.textbook.text import FONTS, FontName, text_mask
-from envs.geo3k.textbook.theorem import Wording
-from envs.geo3k.textbook.theorems import THEOREMS
 from envs.geo3k.zoom import Geo3kZoomEnv
 from envs.grading import grade
 from envs.types import message_images
+from starter import sheet
+from starter.textbook import drawing
+from starter.textbook.drawing import CELL, SCALES, Drawing, draw
+from starter.textbook.figure import Figure, Part
+from starter.textbook.problems import STYLES, TextbookGeo3k, TextbookProblem, problems_of
+from starter.textbook.problems import make_textbook_problem as make_problem
+from starter.textbook.text import FONTS, FontName, text_mask
+from starter.textbook.theorem import Wording
+from starter.textbook.theorems import THEOREMS
 from tests.budget import examples
 
 CASES = list(itertools.product(THEOREMS, LEVELS))
@@ -103,7 +105,7 @@ def steps_hold(reasoning: str, is_rounded: bool = False) -> bool:
 
 
 def figure_of(problem: Problem) -> tuple[Figure, Wording]:
-    assert problem.wording is not None
+    assert isinstance(problem, TextbookProblem)
     shape = problem.wording.shape
     return THEOREMS[problem.family].figure(problem.givens, problem.unknown, shape), problem.wording
 
@@ -293,7 +295,7 @@ def test_the_image_is_true_to_scale_to_the_pixel() -> None:
 def test_small_print_is_legible_only_when_it_is_enlarged() -> None:
     """At the size the bundled model sees, digits are below 5 pixels; above 9 in half of each side, 18 in a quarter."""
     seen_pixels = 65536
-    source = ProceduralGeo3k("train", 4, style="small_print")
+    source = TextbookGeo3k("train", 4, style="small_print")
     for index in range(4):
         sample = source[index]
         (image,) = message_images(sample.prompt)
@@ -342,7 +344,6 @@ def test_questions_name_only_points_that_have_letters_and_never_the_answer_alone
     for family, level in CASES:
         for _ in range(4):
             problem = make_problem(family, level, rng)
-            assert problem.wording is not None
             named = set(re.findall(r"(?<= )[A-Z](?=[ ,.])", problem.question.split(".")[0] + "."))
             assert named <= set(problem.wording.letters), problem
             assert ("find" in problem.question) == bool(problem.wording.told), problem
@@ -352,25 +353,19 @@ def test_the_style_decides_families_and_images_and_plain_stays_the_default() -> 
     assert ProceduralGeo3k("train", 1).style == "plain"
     assert ProceduralGeo3k("train", 1).families == tuple(FAMILIES)
     for style, families in STYLES.items():
-        source = ProceduralGeo3k("heldout", 8, seed=2, style=style, levels=(1, 2))  # type: ignore[arg-type]
+        source = problems_of("heldout", 8, 2, style, levels=(1, 2))
         assert source.families == tuple(families)
         problem, image = source.item(3)
         assert split_of(problem.key) == "heldout" and problem.level < 3
         assert image.tobytes() == source.item(3)[1].tobytes() == draw_again(source, 3).tobytes()
     with pytest.raises(UserError, match=r"style: .* did you mean 'textbook'"):
-        ProceduralGeo3k("train", 1, style="textbok")  # type: ignore[arg-type]
+        TextbookGeo3k("train", 1, style="textbok")
     with pytest.raises(UserError, match=r"families: must be known families of style textbook, got isosceles"):
-        ProceduralGeo3k("train", 1, style="textbook", families=["isosceles"])
+        TextbookGeo3k("train", 1, families=["isosceles"])
 
 
 def draw_again(source: ProceduralGeo3k, index: int) -> Image.Image:
     return message_images(source[index].prompt)[0]
-
-
-def test_a_textbook_problem_is_drawn_without_naming_a_style() -> None:
-    problem = make_problem("kite_angles", 1, Random(1))
-    assert draw_problem(problem, Random(2)).width <= 256
-    assert draw_problem(problem, Random(2), small_print=True).size == (448, 352)
 
 
 #: Of texts made before textbook problems existed.

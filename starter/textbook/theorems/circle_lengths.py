@@ -19,10 +19,10 @@ from envs.geo3k.families.arithmetic import (
     root_of,
 )
 from envs.geo3k.families.family import Case, Givens, Solution, require, require_angles
-from envs.geo3k.textbook.figure import Figure, meet, polar, unit
-from envs.geo3k.textbook.theorem import Theorem, pick_angle
-from envs.geo3k.textbook.theorems.circles import LOOKS_TANGENT, circle
-from envs.geo3k.textbook.theorems.lengths import Pythagoras, leg_of, scaled_triple
+from starter.textbook.figure import Figure, meet, polar, unit
+from starter.textbook.theorem import Theorem, pick_angle
+from starter.textbook.theorems.circles import LOOKS_TANGENT, circle
+from starter.textbook.theorems.lengths import Pythagoras, leg_of, scaled_triple
 
 
 class TangentRadius(Theorem):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from envs.geo3k.textbook.theorem import Theorem
-from envs.geo3k.textbook.theorems import (
+from starter.textbook.theorem import Theorem
+from starter.textbook.theorems import (
     algebra,
     angles,
     areas,
