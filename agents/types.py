@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from envs.spec import ENV_REWARD
-from envs.success import Success
+from envs.success import ENVIRONMENT, Success
 
 #: Why the engine ended a turn: at a stop id, at its budget, or for a reason of its own.
 Finish = Literal["stop", "length", "abort"]
@@ -68,6 +68,8 @@ class _Episode(Protocol):
     @property
     def env_reward(self) -> float: ...
     @property
+    def metadata(self) -> Mapping[str, Any]: ...
+    @property
     def turns(self) -> Sequence[_Turn]: ...
 
 
@@ -77,6 +79,7 @@ def is_success(episode: _Episode, rule: Success | None) -> bool | None:
     The environment's own reward counts, whatever reward functions add. A broken episode is none, nor is one whose tool
     the model broke.
     """
+    rule = rule and rule.of(episode.metadata)
     if rule is None:
         return None
     if not episode.end_reason.is_valid or episode.end_reason is EndReason.TOOL_FAULT:
@@ -334,6 +337,12 @@ class TrajectoryGroup:
     sample_id: str
     trajectories: tuple[Trajectory, ...]
     discarded: tuple[Trajectory, ...] = ()
+
+    @property
+    def environment(self) -> str:
+        """The id of the problem's environment in a mixture, else empty; empty too where no episode has opened it."""
+        played = (*self.trajectories, *self.discarded)
+        return next((str(t.metadata[ENVIRONMENT]) for t in played if ENVIRONMENT in t.metadata), "")
 
     @property
     def valid(self) -> tuple[Trajectory, ...]:

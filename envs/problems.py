@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -13,9 +14,11 @@ from envs.config.settings import Section
 from envs.contract import plain
 from envs.datasets.prompts import DataKeys, add_system_prompt
 from envs.datasets.samples import load_samples
-from envs.errors import CODE_FAULTS, UserError
+from envs.errors import CODE_FAULTS, UserError, did_you_mean
 from envs.execution.watchdog import watched
+from envs.mixture import MixedSamples, places
 from envs.spec import EnvSpec
+from envs.success import ENVIRONMENT
 from envs.types import Sample, SampleSource
 
 
@@ -76,10 +79,36 @@ class Prompted:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Sample:
+        return with_prompt(self.source[index], self.system_prompt)
+
+
+def with_prompt(sample: Sample, system_prompt: str | None) -> Sample:
+    """Return a sample with a system prompt in front, if there is one."""
+    if not system_prompt:
+        return sample
+    if not sample.prompt:  # such an episode shows only its first observation
+        return replace(sample, prompt=({"role": "system", "content": system_prompt},))
+    return replace(sample, prompt=tuple(add_system_prompt(sample.prompt, system_prompt)))
+
+
+@dataclass(frozen=True, eq=False)
+class NamedSamples:
+    """Rows of a file whose column `env` names the environment of each; each gets that environment's system prompt."""
+
+    source: SampleSource
+    spec: EnvSpec
+    system_prompts: Mapping[str, str | None]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Sample:
         sample = self.source[index]
-        if not sample.prompt:  # such an episode shows only its first observation
-            return replace(sample, prompt=({"role": "system", "content": self.system_prompt},))
-        return replace(sample, prompt=tuple(add_system_prompt(sample.prompt, self.system_prompt)))
+        env_id = str(sample.metadata.get(ENVIRONMENT))
+        if env_id not in self.spec.parts:
+            fix = f"fill the column in; {did_you_mean(env_id, self.spec.parts)}"
+            raise UserError(f"sample {sample.id} {ENVIRONMENT}", "must name an environment of the run", env_id, fix)
+        return with_prompt(sample, self.system_prompts[env_id])
 
 
 @dataclass(frozen=True)
@@ -131,13 +160,38 @@ _FIELDS: tuple[tuple[str, Callable[[object], bool], str, str], ...] = (
 )
 
 
-def checked_problems(spec: EnvSpec, split: str, size: int, seed: int, system_prompt: str | None = None) -> SampleSource:
+def checked_problems(spec: EnvSpec, split: str, size: int, seed: int, system_prompt: str = "") -> SampleSource:
     """Return samples of the environment's own data set, each checked when it is read.
+
+    `system_prompt` stands in place of the entry's own.
 
     Raises:
         UserError: there is no data set; see `EnvSpec.load_dataset`.
     """
-    return with_system_prompt(CheckedSamples(spec.id, spec.load_dataset(split, size, seed)), system_prompt)
+    if spec.parts:
+        counts = Counter(env_id for env_id, _ in places(spec.mixture, size))
+        sources = {
+            part.id: checked_problems(part, split, counts[part.id], seed, system_prompt)
+            for part in spec.entries
+            if counts[part.id]
+        }
+        return MixedSamples(sources, places(spec.mixture, size))
+    samples = CheckedSamples(spec.id, spec.load_dataset(split, size, seed))
+    return with_system_prompt(samples, system_prompt or spec.load_system_prompt())
+
+
+def checked_rows(
+    spec: EnvSpec, rows: RowsConfig, source: str, split: str, limit: int | None, system_prompt: str = ""
+) -> SampleSource:
+    """Return the checked samples of a data set for an environment, with the given system prompt or the entry's own.
+
+    Raises:
+        UserError: as `load_samples`; a row of a mixture that names no environment of it raises when it is read.
+    """
+    if not spec.parts:
+        return rows.load(source, split, system_prompt or spec.load_system_prompt(), limit)
+    prompts = {part.id: system_prompt or part.load_system_prompt() for part in spec.entries}
+    return NamedSamples(rows.load(source, split, None, limit), spec, prompts)
 
 
 def open_problems(spec: EnvSpec, config: ProblemsConfig, size: int) -> SampleSource:
@@ -150,10 +204,9 @@ def open_problems(spec: EnvSpec, config: ProblemsConfig, size: int) -> SampleSou
     Raises:
         UserError: there is no such data set, or no built-in one; see `load_samples` and `EnvSpec.load_dataset`.
     """
-    system_prompt = spec.load_system_prompt()
     if config.data:
-        return config.load(config.data, config.split, system_prompt, size)
-    return checked_problems(spec, config.split, size, config.seed, system_prompt)
+        return checked_rows(spec, config, config.data, config.split, size)
+    return checked_problems(spec, config.split, size, config.seed)
 
 
 def read_sample(spec: EnvSpec, source: SampleSource, index: int) -> Sample:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from envs.config.settings import takes_references, words_of
 from envs.config.text_files import read_text
 from envs.config.yaml_loader import load_yaml
 from envs.errors import UserError, did_you_mean
+from envs.mixture import MixtureEntry, mix, read_shares
 from envs.spec import REFERENCE_FIX, EnvSpec
 
 #: At the top of a checkout, or inside the package of a wheel.
@@ -97,7 +98,22 @@ def load_registry(*overlays: Path) -> Registry:
             logger.warning("left out the environments of the installed package '%s': %s", name, error)
     for file in overlays:
         entries |= _read_file(file)
-    return Registry(entries | _REGISTERED)
+    return _with_mixtures(entries | _REGISTERED)
+
+
+def _with_mixtures(entries: Mapping[str, EnvSpec | MixtureEntry | UserError]) -> Registry:
+    """Return the registry of entries, once the environments of mixtures are looked up among all of them."""
+    registry = Registry({name: entry for name, entry in entries.items() if not isinstance(entry, MixtureEntry)})
+    mixtures: dict[str, EnvSpec | UserError] = {}
+    for name, entry in entries.items():
+        if isinstance(entry, MixtureEntry):
+            try:
+                mixtures[name] = mix(
+                    entry.shares, [known(registry, part) for part in entry.shares], name, entry.description
+                )
+            except UserError as error:
+                mixtures[name] = error
+    return Registry({**registry.faults, **registry, **mixtures})
 
 
 def register(spec: EnvSpec) -> None:
@@ -137,19 +153,35 @@ def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
     Raises:
         UserError: there is no such id, its entry is broken, or a registry file cannot be read.
     """
-    registry = load_registry(*overlays)
+    return known(load_registry(*overlays), env_id, *overlays)
+
+
+def known(registry: Registry, env_id: str, *overlays: Path) -> EnvSpec:
+    """Return the environment of that id. Raises `UserError` if there is none, or its entry is broken."""
     if env_id not in registry:
         rule = " or in ".join(["must be in the registry", *map(str, overlays)])
-        known = did_you_mean(env_id, registry)
-        if overlays:
-            fix = known
-        else:
-            fix = f"give the file of an entry of your own with --registry; {known}"
+        fix = did_you_mean(env_id, registry)
+        if not overlays:
+            fix = f"give the file of an entry of your own with --registry; {fix}"
         raise UserError("environment", rule, env_id, fix)
     return registry[env_id]
 
 
-def _read_file(file: Path) -> dict[str, EnvSpec | UserError]:
+def get_mixture(env_ids: Sequence[str], *overlays: Path) -> EnvSpec:
+    """Return the environment of an id, or the mixture of several, each with a share: "geo3k:0.7", "calculator:0.3".
+
+    Raises:
+        UserError: as `get_spec`, and for shares that cannot be read.
+    """
+    shares = read_shares(env_ids)
+    registry = load_registry(*overlays)
+    parts = [known(registry, env_id, *overlays) for env_id in shares]
+    if len(parts) == 1:
+        return parts[0]
+    return mix(shares, parts)
+
+
+def _read_file(file: Path) -> dict[str, EnvSpec | MixtureEntry | UserError]:
     """Return the entries of a file; of a broken one its error."""
     try:
         text = read_text(file, str(file))
@@ -170,8 +202,10 @@ def _read_file(file: Path) -> dict[str, EnvSpec | UserError]:
     return {str(env_id): _spec_or_error(file, env_id, entry) for env_id, entry in entries.items()}
 
 
-def _spec_or_error(file: Path, env_id: object, entry: object) -> EnvSpec | UserError:
+def _spec_or_error(file: Path, env_id: object, entry: object) -> EnvSpec | MixtureEntry | UserError:
     try:
+        if isinstance(entry, dict) and "mixture" in entry:
+            return MixtureEntry.read(f"{file} entry '{env_id}'", str(env_id), entry)
         return parse_entry(str(file), env_id, entry)
     except UserError as error:
         return error
@@ -182,12 +216,12 @@ def parse_entry(source: str, env_id: object, entry: object) -> EnvSpec:
     where = f"{source} entry '{env_id}'"
     if not isinstance(env_id, str):
         raise UserError(where, "must have a text as its id", type(env_id).__name__, f'write "{env_id}": in quotes')
-    known = sorted(set(EnvSpec.model_fields) - {"id", "origin"} | {"gymnasium"})
+    keys = sorted(set(EnvSpec.model_fields) - {"id", "origin", "parts"} | {"gymnasium"})
     if not isinstance(entry, dict):
-        raise UserError(where, "must be a mapping", type(entry).__name__, f"give the keys {', '.join(known)}")
+        raise UserError(where, "must be a mapping", type(entry).__name__, f"give the keys {', '.join(keys)}")
     for key in entry:
-        if key not in known:
-            raise UserError(where, "must have known keys only", key, did_you_mean(str(key), known))
+        if key not in keys:
+            raise UserError(where, "must have known keys only", key, did_you_mean(str(key), keys))
     try:
         return EnvSpec.model_validate({"id": env_id, **entry, "origin": source})
     except ValidationError as error:

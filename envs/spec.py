@@ -17,7 +17,7 @@ from envs.contract import MAX_REWARD
 from envs.env import CallPolicy, Env, EnvArgs, ToolFaultPolicy
 from envs.errors import CODE_FAULTS, UserError
 from envs.grading import GraderReference
-from envs.success import NONE, SUCCESS_DESCRIPTION, Success, SuccessSetting
+from envs.success import ENVIRONMENT, NONE, SUCCESS_DESCRIPTION, MixedSuccess, Success, SuccessSetting
 from envs.tool_calls import ToolFormat
 from envs.tool_calls.thinking import ThinkingSetting
 from envs.types import Sample, SampleSource
@@ -141,6 +141,8 @@ class EnvSpec(BaseModel):
     compat: Literal["slime"] | None = Field(
         default=None, description="the other framework whose contract the code follows"
     )
+    mixture: Mapping[str, float] = Field(default={}, description="shares of other environments, in place of code")
+    parts: Mapping[str, EnvSpec] = Field(default={}, description="the entries of a mixture, by id")
     origin: str = Field(default="", exclude=True, description="the file that holds the entry")
 
     @model_validator(mode="before")
@@ -179,8 +181,22 @@ class EnvSpec(BaseModel):
         return self
 
     @property
+    def entries(self) -> tuple[EnvSpec, ...]:
+        """The entries of the environments that are played: this one, or the parts of a mixture."""
+        return tuple(self.parts.values()) or (self,)
+
+    def part(self, metadata: Mapping[str, Any]) -> EnvSpec:
+        """Return the entry of a sample's environment, which a mixture reads from the sample's metadata."""
+        if self.parts:
+            return self.parts[metadata[ENVIRONMENT]]
+        return self
+
+    @property
     def success_rule(self) -> Success | None:
         """What makes an episode a success; None where the entry says that there is no such thing."""
+        if self.parts:
+            rules = {env_id: part.success_rule for env_id, part in self.parts.items()}
+            return MixedSuccess(rules=rules) if any(rules.values()) else None
         if self.success == NONE:
             return None
         if isinstance(self.success, str):
@@ -204,6 +220,9 @@ class EnvSpec(BaseModel):
     @property
     def total_bounds(self) -> tuple[float, float]:
         """As `reward_bounds`, of what an episode gets: reward functions have no bounds."""
+        if self.parts:
+            bounds = [part.total_bounds for part in self.parts.values()]
+            return min(low for low, _ in bounds), max(high for _, high in bounds)
         if self.reward:
             return -math.inf, math.inf
         return self.reward_bounds
@@ -235,6 +254,8 @@ class EnvSpec(BaseModel):
 
         It covers the module, or all Python files of its folder if the module lies in a sub-package.
         """
+        if self.parts:
+            return "+".join(part.source_digest() for part in self.parts.values())
         module = self.entry_point.partition(":")[0]
         try:
             found = importlib.util.find_spec(module)  # imports the parent packages

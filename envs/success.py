@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
 NONE = "none"
+#: The key in a sample's metadata, and the column of rows, that names its environment in a mixture.
+ENVIRONMENT = "env"
 #: How far below the threshold a reward may end that is a sum of floats.
 SLACK = 1e-6
 
@@ -32,6 +34,10 @@ class Success:
             return f"a true '{self.key}' in the episode's info"
         return f"a reward of at least {self.reward:g}"
 
+    def of(self, metadata: Mapping[str, Any]) -> Success | None:
+        """Return the rule for an episode of a sample with this metadata: here the same for all."""
+        return self
+
     def holds(self, reward: float, infos: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether an episode with this reward and these infos, one a turn, is a success.
 
@@ -41,6 +47,20 @@ class Success:
             return reward >= self.reward - SLACK
         values = [info[self.key] for info in infos if self.key in info]
         return bool(values) and _is_true(values[-1])
+
+
+@dataclass(frozen=True)
+class MixedSuccess(Success):
+    """The rules of the environments of a mixture; None for one that knows no success."""
+
+    rules: Mapping[str, Success | None] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{env_id}: {rule or NONE}" for env_id, rule in self.rules.items())
+
+    def of(self, metadata: Mapping[str, Any]) -> Success | None:
+        """Return the rule of the environment that the metadata names."""
+        return self.rules.get(metadata.get(ENVIRONMENT, ""))
 
 
 def _is_true(value: Any) -> bool:

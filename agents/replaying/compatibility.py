@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from agents.recording.manifest import own_registry, template_digest
@@ -11,7 +12,8 @@ from agents.recording.schema import Manifest
 from agents.rendering.renderer import Renderer
 from envs.config.commands import flag_words
 from envs.errors import UserError, did_you_mean
-from envs.registry import load_registry
+from envs.mixture import mix
+from envs.registry import known, load_registry
 from envs.spec import EnvSpec
 
 #: Keys of an entry that have no effect on a recorded episode; its thinking is that of its way.
@@ -28,6 +30,9 @@ def find_spec(manifest: Manifest, env_id: str, registry: tuple[Path, ...]) -> En
     """
     entries = load_registry(*registry)
     wanted = env_id or manifest.env.id
+    if not env_id and manifest.env.mixture and wanted not in entries:  # made by flags, not by an entry
+        parts = [known(entries, part, *registry) for part in manifest.env.mixture]
+        return mix(manifest.env.mixture, parts, wanted)
     if wanted in entries:
         return entries[wanted]
     if env_id:
@@ -52,18 +57,20 @@ def env_notes(manifest: Manifest, spec: EnvSpec) -> list[str]:
     notes = list[str]()
     if old.id != spec.id:
         notes.append(f"recorded in '{old.id}', replayed through '{spec.id}'")
-    then = old.model_dump(mode="json")
-    now = spec.model_dump(mode="json")
-    changed = [key for key in now if key not in _IGNORED and now[key] != then[key]]
-    values = ", ".join(f"{key} {_shown(now[key])} (recorded: {_shown(then[key])})" for key in changed)
-    if values:
-        notes.append(f"the entry of '{spec.id}' has other values: {values}")
+    for then, now in [(old.parts[part.id], part) for part in spec.entries if part.id in old.parts] or [(old, spec)]:
+        if values := _changed_values(then.model_dump(mode="json"), now.model_dump(mode="json")):
+            notes.append(f"the entry of '{now.id}' has other values: {values}")
     digest = spec.source_digest()
     if digest != manifest.env_source and manifest.env_source:
         notes.append(
             f"the code of '{spec.id}' is not that of the recording: {digest} (recorded: {manifest.env_source})"
         )
     return notes
+
+
+def _changed_values(then: Mapping[str, object], now: Mapping[str, object]) -> str:
+    changed = [key for key in now if key not in _IGNORED and now[key] != then[key]]
+    return ", ".join(f"{key} {_shown(now[key])} (recorded: {_shown(then[key])})" for key in changed)
 
 
 def model_notes(manifest: Manifest, renderer: Renderer) -> list[str]:

@@ -105,7 +105,9 @@ class Fork:
         return Episode(
             RecordedEngine([completions] * num_plays, self.way.context_length, engine, see),
             self.renderer,
-            Limits(self.way.max_turns, self.way.max_new_tokens, self.context.limits),
+            Limits(
+                self.way.max_turns, self.way.max_new_tokens, self.context.limits(self.recording.sample(self.episode))
+            ),
             SamplingParams(temperature, self.renderer.stop_ids, self.renderer.suppressed_ids),
             self.way.use_tools,
             self.way.thinking,

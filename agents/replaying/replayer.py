@@ -28,6 +28,7 @@ from envs.errors import UserError
 from envs.execution.load import load_env
 from envs.execution.runner import EnvRunner, StepResult
 from envs.spec import BuildEnv, EnvLimits, EnvSpec
+from envs.success import ENVIRONMENT
 from envs.tool_calls import ToolFormat
 from envs.types import Message, Sample, private
 
@@ -51,20 +52,33 @@ class ReplayContext:
 
     def __init__(self, source: Recording, spec: EnvSpec) -> None:
         """Import the environment's code. Raises `UserError` if that fails."""
-        self.source, self.spec, self.limits = source, spec, EnvLimits.of(spec)
+        self.source, self.spec = source, spec
         self._build_env: BuildEnv = load_env(spec)
 
     def way(self, episode: EpisodeRecord) -> WayRecord:
-        """Return the way (limits and sampling) in which an episode was played."""
+        """Return the way (limits and sampling) in which an episode was played, in a mixture by its environment."""
         ways = self.source.manifest.ways
         if episode.way not in ways:
             raise UserError(episode.id, "must be played in a way of the manifest", episode.way, "take the whole folder")
-        return ways[episode.way]
+        way = ways[episode.way]
+        recorded = self.source.manifest.env
+        if not recorded.parts:
+            return way
+        env_id = str(episode.metadata.get(ENVIRONMENT))
+        if env_id not in recorded.parts or (self.spec.parts and env_id not in self.spec.parts):
+            known = ", ".join(self.spec.parts or recorded.parts)
+            raise UserError(f"{episode.id} {ENVIRONMENT}", f"must be one of {known}", env_id, "give another --env")
+        return way.model_copy(update={"max_turns": min(way.max_turns, recorded.parts[env_id].max_turns)})
+
+    def limits(self, sample: Sample) -> EnvLimits:
+        """Return the limits of a sample's environment."""
+        return EnvLimits.of(self.spec.part(sample.metadata))
 
     def make_env(self, sample: Sample, way: WayRecord) -> Env:
         """Build an environment as the agent loop does."""
         tool_format: ToolFormat = "qwen_xml" if self.source.manifest.tool_format == "qwen_xml" else "hermes"
-        return self._build_env(private(sample), deepcopy(self.spec.args(way.max_turns, tool_format)))
+        args = self.spec.part(sample.metadata).args(way.max_turns, tool_format)
+        return self._build_env(private(sample), deepcopy(args))
 
 
 class EnvReplayer:
@@ -85,7 +99,8 @@ class EnvReplayer:
         """Return the environment's result today. Raises `UserError` if an image of the problem is damaged."""
         way = self.context.way(episode)
         sample = self.context.source.sample(episode)
-        env = EnvRunner(lambda: self.context.make_env(sample, way), self.context.limits, sample.id, way.thinking)
+        limits = self.context.limits(sample)
+        env = EnvRunner(lambda: self.context.make_env(sample, way), limits, sample.id, way.thinking)
         first: tuple[Message, ...] | None = None
         results: list[StepResult | None] = []
         reward = None
@@ -98,7 +113,7 @@ class EnvReplayer:
                 reward = await env.reward(episode.turns[len(results) - 1].text if results else "")
         except ToolFault as fault:
             results.append(StepResult((), False, fault.info))
-            reward = self.context.limits.reward_min_val
+            reward = limits.reward_min_val
             end = EndReason.TOOL_FAULT.value
             error = str(fault)
         except EnvFault as fault:

@@ -70,7 +70,7 @@ class StreamReplayer:
         loop = Episode(
             RecordedEngine([answers], way.context_length),
             self.renderer,
-            Limits(way.max_turns, way.max_new_tokens, self.context.limits, every),
+            Limits(way.max_turns, way.max_new_tokens, self.context.limits(sample), every),
             self._sampling,
             way.use_tools,
             way.thinking,

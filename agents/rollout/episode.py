@@ -26,6 +26,7 @@ from agents.types import Completion, EndReason, GenerateRequest, SamplingParams,
 from envs.contract import EnvFault, EpisodeEnv, ToolFault, is_json, plain_dict
 from envs.execution.runner import EnvRunner, StepResult
 from envs.spec import EnvLimits
+from envs.success import ENVIRONMENT
 from envs.tool_calls.thinking import Thinking
 from envs.types import Message, Sample, content_parts
 
@@ -106,6 +107,10 @@ class Episode:
         self.rewards = rewards
         self._numbers = count()
         self._vocabulary = Vocabulary.of(renderer)
+
+    def part(self, sample: Sample) -> Episode:
+        """Return the agent loop that plays a sample: this one, except in a mixture."""
+        return self
 
     async def run(
         self,
@@ -335,6 +340,28 @@ class Episode:
         state.stream.read(suffix)
         state.messages.extend(observed)
         return True
+
+
+class MixedEpisode(Episode):
+    """The agent loops of a mixture's environments, by id: each sample is played by that of its environment.
+
+    Its own limits are the widest of them, for those who only show them.
+    """
+
+    def __init__(self, parts: Mapping[str, Episode]) -> None:
+        longest = max(parts.values(), key=lambda part: part.limits.max_turns)
+        super().__init__(
+            longest.engine, longest.renderer, longest.limits, longest.sampling, longest.use_tools, longest.thinking
+        )
+        self.parts = parts
+
+    def part(self, sample: Sample) -> Episode:
+        """Return the agent loop of a sample's environment."""
+        return self.parts[sample.metadata[ENVIRONMENT]]
+
+    async def run(self, sample: Sample, *args: Any, **kwargs: Any) -> Trajectory:
+        """Play one episode of the sample's environment; see `Episode.run`."""
+        return await self.part(sample).run(sample, *args, **kwargs)
 
 
 async def _close(env: EnvRunner) -> str | None:

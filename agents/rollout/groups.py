@@ -110,6 +110,15 @@ class StepRollout:
         """The groups that are not trained on, by outcome."""
         return {"filtered": self.filtered, "surplus": self.surplus, "aborted": self.aborted}
 
+    def of_environment(self, env_id: str) -> StepRollout:
+        """Return the groups of one environment of a mixture."""
+
+        def own(groups: tuple[TrajectoryGroup, ...]) -> tuple[TrajectoryGroup, ...]:
+            return tuple(group for group in groups if group.environment == env_id)
+
+        parts = {name: own(groups) for name, groups in self.unused.items()}
+        return replace(self, groups=own(self.groups), **parts)
+
     @cached_property
     def played(self) -> tuple[Trajectory, ...]:
         """Every episode of every group, discarded ones included."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 
+from envs.env import Env, EnvArgs
 from envs.execution.process_env import ProcessEnv
 from envs.grading import get_grader
 from envs.spec import BuildEnv, EnvSpec
+from envs.types import Sample
 
 
 def load_env(spec: EnvSpec) -> BuildEnv:
@@ -18,9 +20,22 @@ def load_env(spec: EnvSpec) -> BuildEnv:
         UserError: the module cannot be imported (the message names module and cause), or has no such callable; or the
             entry's grader cannot be used.
     """
+    if spec.parts:
+        return _load_parts(spec)
     if spec.grader != "none":
         get_grader(spec.grader)
     if spec.isolation != "process":
         return spec.load_here()
     ProcessEnv.check(spec)
     return functools.partial(ProcessEnv, spec)
+
+
+def _load_parts(spec: EnvSpec) -> BuildEnv:
+    """Return a `build_env` that builds the environment which a sample of a mixture names, with its own arguments."""
+    builders = {env_id: load_env(part) for env_id, part in spec.parts.items()}
+
+    def build_env(sample: Sample, args: EnvArgs) -> Env:
+        part = spec.part(sample.metadata)
+        return builders[part.id](sample, part.args(min(args.max_turns, part.max_turns), args.tool_format))
+
+    return build_env

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from envs.config.settings import NO_FLAG, Section
 from envs.datasets.hub import check_is_there
 from envs.datasets.rows import check_is_a_source
 from envs.errors import UserError
 from envs.grading import GraderReference
+from envs.mixture import mix, read_shares
 from envs.problems import RowsConfig
-from envs.registry import get_spec
+from envs.registry import get_mixture
 from envs.spec import REWARD, EnvSpec
 from envs.success import SUCCESS_DESCRIPTION, SuccessSetting
 from envs.tool_calls.thinking import ThinkingSetting
@@ -32,10 +33,18 @@ Tools = Annotated[
 ]
 
 
+#: Ids, each with a share or not; files and Python code may give a single one as a text.
+EnvIds = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
+
+
 class EnvConfig(Section):
     """Environment and limits of an episode. An empty setting takes the value of the registry entry."""
 
-    env: str = Field(default="geo3k", description="environment id in the registry")
+    env: EnvIds = Field(
+        default=("geo3k",),
+        min_length=1,
+        description="environment id in the registry; several are mixed by shares: --env geo3k:0.7 --env guess:0.3",
+    )
     registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
     max_new_tokens: int = Field(
         default=256, ge=1, description="token budget of an episode after its prompt, tool output included"
@@ -75,13 +84,23 @@ class EnvConfig(Section):
         json_schema_extra=NO_FLAG, default=None, allow_inf_nan=False, description="reward of a wrong answer"
     )
 
+    @property
+    def name(self) -> str:
+        """The ids of the environments, in names of folders and in titles."""
+        return "+".join(read_shares(self.env))
+
     def resolve(self) -> EnvSpec:
-        """Return the registry entry with the settings given here replacing its own.
+        """Return the registry entry with the settings given here replacing its own; of a mixture, in each part.
 
         Raises:
             UserError: there is no such entry, or a registry file is wrong.
         """
-        spec = get_spec(self.env, *self.registry)
+        spec = get_mixture(self.env, *self.registry)
+        if spec.parts:
+            return mix(spec.mixture, [self._with_settings(part) for part in spec.entries], spec.id, spec.description)
+        return self._with_settings(spec)
+
+    def _with_settings(self, spec: EnvSpec) -> EnvSpec:
         shared = EnvSpec.model_fields.keys() & EnvConfig.model_fields.keys()
         given = {name: value for name in shared if (value := getattr(self, name)) not in (None, ())}
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from envs.spec import EnvSpec
 from trainer.config.run import EvaluationConfig
-from trainer.evaluation.results import Evaluation, Figure
+from trainer.evaluation.results import Evaluation, Figure, by_environment
 from trainer.evaluation.statistics import Estimate
 
 #: The evaluations of each way, in order; the first way is the one that is trained.
@@ -25,9 +25,12 @@ def trained(ways: Ways, figure: Figure) -> Estimate | None:
 
 
 def evaluation_metrics(ways: Ways) -> dict[str, float]:
-    """Return the metrics of an evaluation, such as `eval/with_tool/accuracy` with the bounds of its 95 % interval."""
+    """Return the metrics of an evaluation, such as `eval/with_tool/accuracy` with the bounds of its 95 % interval.
+
+    Those of one environment of a mixture are called `eval/with_tool/geo3k/accuracy`.
+    """
     metrics: dict[str, float] = {}
-    for way, found in ways.items():
+    for way, found in by_environment(ways).items():
         for name, estimate in (("accuracy", found.accuracy), ("reward", found.mean_reward)):
             if estimate:
                 metrics[f"eval/{way}/{name}"] = estimate.value
@@ -85,13 +88,15 @@ def title(name: str) -> str:
 
 def values(ways: Ways, figure: Figure) -> dict[str, float]:
     """Return a figure by way of playing, where it is known."""
-    return {way: estimate.value for way, found in ways.items() if (estimate := found.estimate(figure))}
+    return {way: estimate.value for way, found in by_environment(ways).items() if (estimate := found.estimate(figure))}
 
 
 def intervals(ways: Ways) -> dict[str, list[float]]:
     """Return the interval of the main figure by way of playing, where it is known."""
     return {
-        way: [estimate.low, estimate.high] for way, found in ways.items() if (estimate := found.estimate(found.main))
+        way: [estimate.low, estimate.high]
+        for way, found in by_environment(ways).items()
+        if (estimate := found.estimate(found.main))
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -14,10 +14,10 @@ from agents.rollout.groups import GroupProblem, RolloutOptions
 from agents.rollout.manager import RolloutManager
 from agents.types import EndReason, Trajectory, TrajectoryGroup, Turn, is_success
 from envs.contract import EnvFault, EpisodeEnv
+from envs.env import EnvArgs
 from envs.errors import UserError, did_you_mean
 from envs.execution.runner import EnvRunner
 from envs.spec import EnvSpec
-from envs.success import Success
 from envs.types import SampleSource, private
 from trainer.config.inputs import Tools
 from trainer.evaluation.results import EvaluatedEpisode, Evaluation, ProblemResult, summarise
@@ -77,15 +77,10 @@ def ways(max_turns: int, has_tools: bool, tools: Tools = "both", required: bool 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """How to play a set of problems. `success` says which episodes are right; None: the environment knows no success.
-
-    `reward_bounds` are the least and the greatest reward, infinite where the entry declares none.
-    """
+    """How to play a set of problems."""
 
     num_samples: int = 1
     seed: int = 0
-    success: Success | None = field(default_factory=Success)
-    reward_bounds: tuple[float, float] = (0.0, 1.0)
     max_concurrent: int = 1024
     grades_first_turn: bool = False
     tags: tuple[str, ...] = TAGS
@@ -99,7 +94,7 @@ class ProblemPlayer:
 
     Example::
 
-        player = ProblemPlayer(episode, samples, build_env, args, EvaluationOptions(num_samples=4))
+        player = ProblemPlayer(episode, samples, build_env, args, spec, EvaluationOptions(num_samples=4))
         await player.run()
         summarise(player.results, (1, 4), Intervals()).accuracy      # Estimate(0.262, 0.221, 0.305, 256, "bootstrap")
     """
@@ -109,12 +104,14 @@ class ProblemPlayer:
         episode: Episode,
         samples: SampleSource,
         build_env: Callable[..., EpisodeEnv],
-        args: Any,
+        args: EnvArgs,
+        spec: EnvSpec,
         options: EvaluationOptions,
         on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> None:
         self.episode = episode
         self.samples = samples
+        self.spec = spec
         self.options = options
         self._build_env = build_env
         self._args = args
@@ -125,7 +122,7 @@ class ProblemPlayer:
     async def evaluate(self) -> Evaluation:
         """Play all problems, at least one, and return their statistics."""
         await self.run()
-        return summarise(self.results, (1,), Intervals(), self.options.reward_bounds)
+        return summarise(self.results, (1,), Intervals(), self.spec.total_bounds)
 
     async def run(self) -> None:
         """Play all problems. Raises what the engine raises; a broken episode is a result too."""
@@ -146,7 +143,7 @@ class ProblemPlayer:
 
     @property
     def _grades_first_turn(self) -> bool:
-        return self.options.grades_first_turn and self.options.success is not None
+        return self.options.grades_first_turn and self.spec.success_rule is not None
 
     def _problem(self, number: int) -> GroupProblem:
         return GroupProblem(self.samples[number], self.options.seed, number)
@@ -159,16 +156,18 @@ class ProblemPlayer:
     def _result(self, number: int, group: TrajectoryGroup) -> ProblemResult:
         metadata = group.trajectories[0].metadata
         tags = {tag: str(metadata[tag]) for tag in self.options.tags if tag in metadata}
-        return ProblemResult(number, group.sample_id, tags, tuple(map(self._episode_result, group.trajectories)))
+        env = self.spec.part(metadata).id if self.spec.parts else ""
+        return ProblemResult(number, group.sample_id, tags, tuple(map(self._episode_result, group.trajectories)), env)
 
-    def doubt(self, spec: EnvSpec, found: Evaluation) -> str:
+    def doubt(self, found: Evaluation) -> str:
         """Return why the environment's success is perhaps not what its author means; empty if nothing says so."""
+        spec = self.spec
         rule = spec.success_rule
         reward = found.mean_reward
         if rule and rule.key and rule.key not in self._info_keys:
             fix = did_you_mean(rule.key, self._info_keys)
             return f"no episode is a success: the entry names '{rule.key}', a key that no episode's info has; {fix}"
-        if spec.success is not None or spec.reward or not (found.accuracy and reward):
+        if spec.parts or spec.success is not None or spec.reward or not (found.accuracy and reward):
             return ""
         low, high = spec.reward_bounds
         if reward.value > high or (found.accuracy.value == 0 and reward.value > low):
@@ -192,34 +191,35 @@ class ProblemPlayer:
         )
 
     def _is_right(self, t: Trajectory) -> bool | None:
-        return is_success(t, self.options.success)
+        return is_success(t, self.spec.success_rule)
 
     def _attempts(self, t: Trajectory) -> tuple[bool, ...]:
         """Return whether each graded answer was right; none of a broken episode."""
         if not (t.end_reason.is_valid and t.turns):
             return ()
-        marks = [self._mark(turn) for turn in t.turns]
+        marks = [self._mark(t, turn) for turn in t.turns]
         scored = tuple(mark for mark in marks if mark is not None)
         if marks[-1] is not None:
             return scored
         return (*scored, bool(self._is_right(t)))
 
-    def _mark(self, turn: Turn) -> bool | None:
+    def _mark(self, t: Trajectory, turn: Turn) -> bool | None:
         """Return whether the answer that a turn's step scored was right; None if it scored none."""
         score: Any = turn.info.get(TOOL_SCORE)
         if not isinstance(score, Real):
             return None
-        success = self.options.success
+        part = self.spec.part(t.metadata)
+        success = part.success_rule
         share = float(min(1.0, max(0.0, score)))
         if success is None or success.key:
             return share == 1.0
-        return success.holds(self._args.reward(share), [])
+        return success.holds(part.args().reward(share), [])
 
     def _first_turn(self, t: Trajectory) -> bool | None:
         """Return whether the answer after the first turn was right; None if the episode does not show it."""
         if not (t.end_reason.is_valid and t.turns):
             return False
-        mark = self._mark(t.turns[0])
+        mark = self._mark(t, t.turns[0])
         if mark is not None:
             return mark
         if len(t.turns) == 1:
@@ -247,10 +247,12 @@ class ProblemPlayer:
     async def _replay(self, number: int, text: str) -> bool:
         """Return whether a new environment of a problem rewards a first turn as a right answer."""
         sample = self.samples[number]
-        success = self.options.success
-        assert success is not None, "only a success can be graded"
+        success = self.spec.part(sample.metadata).success_rule
+        if success is None:
+            return False
+        episode = self.episode.part(sample)
         make_env = lambda: self._build_env(private(sample), deepcopy(self._args))  # noqa: E731
-        runner = EnvRunner(make_env, self.episode.limits.env, sample.id, self.episode.thinking)
+        runner = EnvRunner(make_env, episode.limits.env, sample.id, episode.thinking)
         try:
             await runner.open()
             step = await runner.step(text)

@@ -45,7 +45,7 @@ from trainer.metrics.console import Display
 from trainer.setup.components import build_episode
 from trainer.setup.engines import build_engine
 from trainer.setup.model_source import check_reach, resolve_model, template_options
-from trainer.setup.problems import check_command, load_rows, own_problems, probe_tools
+from trainer.setup.problems import check_command, load_rows, own_problems, probe_tools, prompt_length
 from trainer.setup.scripted_episode import try_functions
 from trainer.setup.servers import check_servers, place_servers
 
@@ -113,7 +113,8 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     spec = config.env.resolve()
     build_env = load_env(spec)
     data = config.data
-    RewardSum.load(spec.reward)
+    for entry in spec.entries:
+        RewardSum.load(entry.reward)
     model_path = resolve_model(config.model.model)
     facts = ModelFacts.load(model_path)
     check_reach(config.model, facts)
@@ -130,13 +131,14 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     tool_format = detect_format(renderer.chat_template)
     tools = probe_tools(spec, build_env, tool_format, samples, check_command(config.env, data))
     try_functions(spec, build_env, spec.args(tool_format=tool_format), renderer, samples)
-    played = ways(spec.max_turns, bool(tools), config.measurement.tools, spec.tools == "required")
-    shown = tools if played[0].use_tools else ()
+    played = ways(spec.max_turns, any(tools.values()), config.measurement.tools, spec.tools == "required")
+    shown = tools if played[0].use_tools else dict.fromkeys(tools, ())
+    count = prompt_length(spec, renderer, shown)
     keys: set[str] = set()
 
     def length(sample: Sample) -> int:
         keys.update(sample.metadata)
-        return renderer.prompt_length(sample.prompt, shown)
+        return count(sample)
 
     samples, num_overlong = filter_overlong(samples, length, data.max_prompt_tokens)
     check_tags(config.measurement, keys)
@@ -220,7 +222,7 @@ class Evaluator:
                 self.report = self._make_report(partial)
                 self._write()
                 for name, found in self.report.ways.items():
-                    if doubt := self._players[name].doubt(context.spec, found):
+                    if doubt := self._players[name].doubt(found):
                         logger.warning(doubt)
             finally:
                 await context.engine.close()
@@ -257,7 +259,6 @@ class Evaluator:
         options = EvaluationOptions(
             num_samples=own.samples,
             seed=derive_seed(own.seed, "evaluate"),
-            success=context.spec.success_rule,
             max_concurrent=own.max_concurrent,
             grades_first_turn=way.max_turns > 1,
             tags=own.tag,
@@ -274,7 +275,7 @@ class Evaluator:
                 self._recorder.write(trajectory, step=0, phase=EVALUATE, way=way.name)
 
         player = self._players[way.name] = ProblemPlayer(
-            self._episode(way), context.samples, context.build_env, args, options, on_episode
+            self._episode(way), context.samples, context.build_env, args, context.spec, options, on_episode
         )
         try:
             await player.run()
@@ -328,6 +329,7 @@ def result_line(way: str, result: ProblemResult) -> dict[str, Any]:
         "number": result.number,
         "sample_id": result.sample_id,
         "way": way,
+        **({"env": result.env} if result.env else {}),
         "tags": dict(result.tags),
         "rewards": [episode.reward for episode in episodes],
         "right": [episode.is_right for episode in episodes],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from agents.types import EndReason
@@ -49,12 +49,21 @@ class EvaluatedEpisode:
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """All episodes of one problem; `number` is its index in the set, `tags` the metadata to show accuracy by."""
+    """All episodes of one problem; `number` is its index in the set, `tags` the metadata to show accuracy by.
+
+    `env` is the id of its environment in a mixture, else empty.
+    """
 
     number: int
     sample_id: str
     tags: Mapping[str, str]
     episodes: tuple[EvaluatedEpisode, ...]
+    env: str = ""
+
+    @property
+    def knows_success(self) -> bool:
+        """Whether its environment says what a success is."""
+        return self.episodes[0].is_right is not None
 
     @property
     def num_right(self) -> int:
@@ -112,6 +121,8 @@ class Evaluation:
     - `tool_outcomes`: counts over `num_turns` turns; `mean_tool_calls`: calls in an episode.
     - `second_attempts`: None if no episode has a second graded answer.
     - `by_tag["level"]["3"]`: the main figure on problems of level 3.
+    - `by_env["geo3k"]`: the same statistics on the problems of one environment of a mixture. Accuracies of a mixture are
+      over the problems whose environments know a success.
 
     Example: `Evaluation(num_problems=256, num_samples=1, accuracy=Estimate(0.61, 0.55, 0.67, 256, "wilson"), ...)`.
     """
@@ -132,6 +143,7 @@ class Evaluation:
     by_tag: Mapping[str, Mapping[str, Estimate]]
     mean_tool_calls: float = 0.0
     second_attempts: SecondAttempts | None = None
+    by_env: Mapping[str, Evaluation] = field(default_factory=dict)
 
     @property
     def main(self) -> Figure:
@@ -177,8 +189,9 @@ def summarise(
     num_samples = len(results_P[0].episodes)
     episodes = [episode for result in results_P for episode in result.episodes]
     has_success = knows_success(results_P)
-    right_P = [result.num_right for result in results_P]
+    right_P = [result.num_right for result in results_P if result.knows_success]
     first_P = [right for result in results_P if (right := result.num_right_first) is not None]
+    envs = sorted({result.env for result in results_P})
     num_turns = sum(episode.num_turns for episode in episodes)
     return Evaluation(
         num_problems=len(results_P),
@@ -197,12 +210,26 @@ def summarise(
         by_tag=_by_tag(results_P, how, reward_bounds),
         mean_tool_calls=sum(episode.num_calls for episode in episodes) / len(episodes),
         second_attempts=_second_attempts(results_P, how) if has_success else None,
+        by_env={
+            env: summarise([result for result in results_P if result.env == env], ks, how, reward_bounds)
+            for env in envs
+            if len(envs) > 1
+        },
     )
+
+
+def by_environment(ways: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
+    """Return evaluations by way of playing, each followed by those of its environments, such as `with_tool/geo3k`."""
+    found: dict[str, Evaluation] = {}
+    for way, evaluation in ways.items():
+        found[way] = evaluation
+        found |= {f"{way}/{env}": part for env, part in evaluation.by_env.items()}
+    return found
 
 
 def knows_success(results_P: Sequence[ProblemResult]) -> bool:
     """Return whether the environment of at least one result says what a success is."""
-    return results_P[0].episodes[0].is_right is not None
+    return any(result.knows_success for result in results_P)
 
 
 def compare(
@@ -215,6 +242,7 @@ def compare(
         return None
     if not knows_success(first_P):
         return _compare_rewards(pairs, how)
+    pairs = [(one, other) for one, other in pairs if one.knows_success]
     num_samples = len(pairs[0][0].episodes)
     gains_P = [(one.num_right - other.num_right) / num_samples for one, other in pairs]
     estimate = estimate_mean(gains_P, how, bounds=(-1.0, 1.0))
@@ -288,12 +316,19 @@ def _ends(episodes: Sequence[EvaluatedEpisode]) -> dict[str, EndReasonStats]:
         reason: EndReasonStats(
             num_episodes=len(ended),
             share=len(ended) / len(episodes),
-            accuracy=None if ended[0].is_right is None else sum(map(bool, (e.is_right for e in ended))) / len(ended),
+            accuracy=_share_right(ended),
             mean_turns=sum(e.num_turns for e in ended) / len(ended),
             mean_reward=sum(e.reward for e in ended) / len(ended) if ended[0].end_reason.is_valid else None,
         )
         for reason, ended in sorted(of_reason.items(), key=lambda item: (-len(item[1]), item[0]))
     }
+
+
+def _share_right(episodes: Sequence[EvaluatedEpisode]) -> float | None:
+    known = [e.is_right for e in episodes if e.is_right is not None]
+    if not known:
+        return None
+    return sum(known) / len(known)
 
 
 def _by_tag(
@@ -308,7 +343,8 @@ def _by_tag(
     def estimate(results: Sequence[ProblemResult]) -> Estimate | None:
         if not knows_success(results):
             return _mean_reward(results, how, reward_bounds)
-        return estimate_share([result.num_right for result in results], len(results[0].episodes), how)
+        right_P = [result.num_right for result in results if result.knows_success]
+        return estimate_share(right_P, len(results[0].episodes), how)
 
     found: dict[str, dict[str, Estimate]] = {}
     for tag, values in tagged.items():

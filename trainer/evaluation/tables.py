@@ -11,7 +11,7 @@ from envs.console import Console
 from envs.success import Success
 from trainer.evaluation.curve import title
 from trainer.evaluation.evaluator import Report
-from trainer.evaluation.results import Evaluation, EvaluationDifference, Figure
+from trainer.evaluation.results import Evaluation, EvaluationDifference, Figure, by_environment
 
 #: The most values of one metadata key that are shown; the file has all.
 MAX_VALUES_SHOWN = 24
@@ -24,7 +24,10 @@ def print_report(console: Console, report: Report) -> None:
     if not report.ways:
         return
     console.print(f"{report.model} on {report.env}, {report.num_problems} problems", soft_wrap=True)
-    console.print(_main_table(report))
+    first = next(iter(report.ways.values()))
+    for env in first.by_env:
+        console.print(_main_table(report, {way: found.by_env[env] for way, found in report.ways.items()}, f"{env}, "))
+    console.print(_main_table(report, report.ways, "together, " if first.by_env else ""))
     if report.difference:
         console.print(_difference_line(report, report.difference), soft_wrap=True)
     for table in (_ends(report), _outcomes(report), *_tags(report)):
@@ -43,8 +46,8 @@ def _table(title: str, *columns: str, num_words: int = 1) -> Table:
     return table
 
 
-def _main_table(report: Report) -> Table:
-    """Return the main table, with a column for each way."""
+def _main_table(report: Report, ways: Mapping[str, Evaluation], name: str) -> Table:
+    """Return the main table, with a column for each way; its title begins with a name."""
     if report.num_samples == 1:
         samples = "1 sample"
     else:
@@ -53,8 +56,8 @@ def _main_table(report: Report) -> Table:
         how = "greedy"
     else:
         how = f"temperature {report.temperature:g}"
-    table = _table(f"{samples} each, {how} [{report.confidence:.0%} interval]", "", *map(title, report.ways))
-    columns = [_column(evaluation) for evaluation in report.ways.values()]
+    table = _table(f"{name}{samples} each, {how} [{report.confidence:.0%} interval]", "", *map(title, ways))
+    columns = [_column(evaluation) for evaluation in ways.values()]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "") for column in columns))
     return table
@@ -101,7 +104,7 @@ def _main_figure(ways: Mapping[str, Evaluation]) -> Figure:
 def _ends(report: Report) -> Table:
     name = title(_main_figure(report.ways))
     table = _table("How episodes ended", "", "end reason", "episodes", "share", name, "turns", num_words=2)
-    for way, evaluation in report.ways.items():
+    for way, evaluation in by_environment(report.ways).items():
         for reason, end in evaluation.ends.items():
             if end.accuracy is None:
                 figure = end.mean_reward
@@ -115,7 +118,7 @@ def _ends(report: Report) -> Table:
 def _outcomes(report: Report) -> Table:
     """Return the outcomes of tool calls, for the ways with any calls."""
     table = _table("Tool calls", "", "outcome", "calls", "per turn", num_words=2)
-    for way, evaluation in report.ways.items():
+    for way, evaluation in by_environment(report.ways).items():
         if evaluation.tool_outcomes.keys() - {"none"}:
             for outcome, count in evaluation.tool_outcomes.items():
                 if outcome == "none":
@@ -166,10 +169,11 @@ def print_training_summary(
             others = ()
         for column in ("", title(figure), "change", *others, "turns"):
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-        for name, final in after.items():
-            for phase, result in (("before", before[name]), ("after", final)):
+        first = by_environment(before)
+        for name, final in by_environment(after).items():
+            for phase, result in (("before", first[name]), ("after", final)):
                 if phase == "after":
-                    change = _change(before[name], final, figure)
+                    change = _change(first[name], final, figure)
                 else:
                     change = ""
                 if result.mean_reward:

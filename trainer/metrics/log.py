@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,18 @@ logger = logging.getLogger(__name__)
 _ROW = TypeAdapter(dict[str, float | None])
 
 
-def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dict[str, float]:
+#: Of a step's metrics, those that are also given for each environment of a mixture.
+_BY_ENVIRONMENT = re.compile(
+    "reward|turns|tokens_per_episode|episodes|valid_frac|groups_used_frac|groups_trained|end/.*"
+)
+
+
+def rollout_metrics(
+    rollout: StepRollout, max_turns: int, seconds: float, env_ids: Collection[str] = ()
+) -> dict[str, float]:
     """Return the metrics of one step's rollout, which took `seconds`.
+
+    `env_ids` are the environments of a mixture: each has some of the metrics for itself, as `env/ID/reward`.
 
     - `reward` and the like: means over the valid episodes of all complete groups, filtered and surplus ones included.
     - `reward/NAME`: the value of each reward function, before its weight.
@@ -82,6 +93,9 @@ def rollout_metrics(rollout: StepRollout, max_turns: int, seconds: float) -> dic
         f"reward_after_turn/{n}": sum(t.reward for t in valid if len(t.turns) == n) / max(1, len(valid))
         for n in range(1, max_turns + 1)
     }
+    for env_id in env_ids:
+        own = rollout_metrics(rollout.of_environment(env_id), max_turns, seconds)
+        metrics |= {f"env/{env_id}/{name}": own[name] for name in own if _BY_ENVIRONMENT.fullmatch(name)}
     return (
         metrics
         | length_metrics(trajectories)

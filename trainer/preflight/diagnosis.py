@@ -71,7 +71,7 @@ def _check_all(config: DoctorConfig, run: CheckRun, loop: asyncio.Runner) -> str
             hidden = checks.network_config.get_text_config().hidden_size
             contexts.append(prepare(trial(config, folder, hidden), with_engine=run.wants(*ENGINE_CHECKS)))
             cleanup.callback(contexts[0].close)
-            return f"{len(contexts[0].train_samples)} problems, {config.model.model}, {config.env.env}"
+            return f"{len(contexts[0].train_samples)} problems, {config.model.model}, {config.env.name}"
 
         if not run.run("set-up", set_up, is_needed=True):
             return "the run cannot be set up"

@@ -47,7 +47,14 @@ from trainer.setup.components import (
 from trainer.setup.engines import build_transport, match_servers, own_servers
 from trainer.setup.model_source import check_reach, resolve_model, template_options
 from trainer.setup.plugins import check_algorithm, check_rollout, own_filter, problem_order
-from trainer.setup.problems import check_command, check_held_out, check_success, load_problems, probe_tools
+from trainer.setup.problems import (
+    check_command,
+    check_held_out,
+    check_success,
+    load_problems,
+    probe_tools,
+    prompt_length,
+)
 from trainer.setup.resumed_inputs import changed_data, changed_environment
 from trainer.setup.run_context import RunContext, begin_or_resume, open_run
 from trainer.setup.scripted_episode import try_functions
@@ -221,8 +228,6 @@ class LiveRollouts:
         spec = self.context.spec
         options = EvaluationOptions(
             seed=derive_seed(self.config.seed, "evaluate"),
-            success=spec.success_rule,
-            reward_bounds=spec.total_bounds,
             max_concurrent=self.config.rollout.max_concurrent,
         )
         results = {}
@@ -233,6 +238,7 @@ class LiveRollouts:
                     source,
                     self.context.build_env,
                     self.context.env_args(way.max_turns),
+                    spec,
                     options,
                     on_episode=functools.partial(on_episode, way.name),
                 )
@@ -247,7 +253,7 @@ class LiveRollouts:
         else:
             value = "no valid episode"
         logger.info(f"{name}: {'' if found.accuracy else 'mean reward '}{value} {way.title}")
-        doubt = player.doubt(self.context.spec, found)
+        doubt = player.doubt(found)
         if doubt and not self._has_doubted:
             logger.warning(doubt)
         self._has_doubted = self._has_doubted or bool(doubt)
@@ -285,7 +291,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         check_servers(config.engine, facts)
         match_servers(config.engine, config.cluster)
         renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
-        label = f"{config.env.env}-{'' if config.trains else 'rollouts-'}seed{config.seed}"
+        label = f"{config.env.name}-{'' if config.trains else 'rollouts-'}seed{config.seed}"
         opened = open_run(config, label, cleanup, keeps=lambda: start.failure is not None)
         folder = opened.folder
         room = reserve_room(config, cleanup)
@@ -311,7 +317,8 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
             logger.warning(f"not as when the run began: {change}")
         with start.clock.stage("the engine's weights"):
             transport = build_transport(config, model_path, facts, renderer, learner, folder, servers)
-        probed = renderer.prompt(problems.train[0].prompt, problems.tools)
+        first = problems.train[0]
+        probed = renderer.prompt(first.prompt, problems.tools[spec.part(first.metadata).id])
         tolerance = config.engine.probe_tolerance
         return LiveContext(
             config=config,
@@ -342,7 +349,7 @@ class _Problems:
     train: SampleSource
     held_out: SampleSource | None
     num_overlong: int
-    tools: Sequence[dict[str, Any]]
+    tools: Mapping[str, Sequence[dict[str, Any]]]
     ways: tuple[Way, ...]
 
 
@@ -356,9 +363,9 @@ def _load_problems(config: RunConfig, spec: EnvSpec, build_env: BuildEnv, render
     rollout = config.rollout
     try_functions(spec, build_env, args, renderer, train, config.algorithm, rollout.group_filter, rollout.group_size)
     problem_order(train, config.rollout.sampler, config.seed, 0)
-    played = ways(spec.max_turns, bool(tools), config.evaluation.tools, spec.tools == "required")
+    played = ways(spec.max_turns, any(tools.values()), config.evaluation.tools, spec.tools == "required")
     longest = config.data.max_prompt_tokens
-    train, num_overlong = filter_overlong(train, lambda sample: renderer.prompt_length(sample.prompt, tools), longest)
+    train, num_overlong = filter_overlong(train, prompt_length(spec, renderer, tools), longest)
     return _Problems(train, held_out, num_overlong, tools, played)
 
 

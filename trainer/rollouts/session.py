@@ -279,12 +279,13 @@ class TrainingSession(RunSession[LoopState]):
         push: WeightPush | None = None,
     ) -> None:
         """Log and print the step, and end it unless an evaluation is due; begin a checkpoint where one is due."""
+        spec = self.context.spec
         # Where episodes never stop, a step has played for as long as it lasted.
         if self.config.rollout.max_staleness:
             played_s = clock.total_s
         else:
             played_s = clock.seconds["rollout_s"]
-        metrics = rollout_metrics(rollout, self.context.spec.max_turns, played_s) | clock.seconds
+        metrics = rollout_metrics(rollout, spec.max_turns, played_s, spec.parts) | clock.seconds
         if push:
             # Whole streams, though a prompt that several samples share is read once.
             num_tokens = sum(len(sample.ids_T) for samples in minibatches for sample in samples)
@@ -377,7 +378,7 @@ class TrainingSession(RunSession[LoopState]):
         """Return accuracies, end reasons, and the largest disagreement of engine and learner."""
         rows = self.log.rows
         return {
-            "env": self.config.env.env,
+            "env": self.config.env.name,
             "seed": self.config.seed,
             "accuracy_before": values(self.before, "accuracy"),
             "accuracy_after": values(self.after, "accuracy"),
@@ -404,7 +405,7 @@ class TrainingSession(RunSession[LoopState]):
         """Draw reward and KL over the steps."""
         estimates = {step: trained(ways, self.figure) for step, ways in self.curve.items()}
         points = {step: (found.value, found.low, found.high) for step, found in estimates.items() if found}
-        name = f"{self.config.env.env}, seed {self.config.seed}"
+        name = f"{self.config.env.name}, seed {self.config.seed}"
         draw_rewards(self.log.rows, points, self.folder / REWARD_CURVE, name, f"held-out {title(self.figure)}, 95 %")
 
     def save_model(self) -> None:

@@ -20,7 +20,7 @@ from agents.engines.base import Engine
 from agents.model.architectures import read_config
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
-from agents.rollout.episode import Episode, Limits
+from agents.rollout.episode import Episode, Limits, MixedEpisode
 from agents.rollout.rewards import RewardSum
 from agents.types import SamplingParams
 from envs.spec import EnvLimits, EnvSpec
@@ -117,7 +117,7 @@ def learner_device(plan: LearnerPlan) -> torch.device:
 
 def connect_workers(cluster: ClusterConfig, spec: EnvSpec, cleanup: ExitStack) -> None:
     """Connect to the run's Ray cluster if environments run on it; without one, the first of them starts one here."""
-    if spec.workers != "ray" or not cluster.num_ranks:
+    if not cluster.num_ranks or all(entry.workers != "ray" for entry in spec.entries):
         return
     cluster.check_ray()
     import ray
@@ -151,7 +151,15 @@ def build_episode(
     temperature: float,
     use_tools: bool = True,
 ) -> Episode:
-    """Return the agent loop that plays an environment with these limits."""
+    """Return the agent loop that plays an environment with these limits; in a mixture each part has its own too."""
+    if spec.parts:
+        episodes = {
+            part.id: build_episode(
+                engine, renderer, part, min(max_turns, part.max_turns), max_new_tokens, temperature, use_tools
+            )
+            for part in spec.entries
+        }
+        return MixedEpisode(episodes)
     limits = Limits(max_turns, max_new_tokens, EnvLimits.of(spec))
     thinking = find_thinking(renderer.template, spec.thinking)
     sampling = sampling_params(renderer, temperature)

@@ -70,7 +70,8 @@ def _few_tokens() -> ModelTokens:
 
 def check_rollout(config: RolloutConfig, spec: EnvSpec) -> None:
     """Raise `UserError` if a reward function, the sampler or the group filter cannot be used."""
-    RewardSum.load(spec.reward)
+    for entry in spec.entries:
+        RewardSum.load(entry.reward)
     own_filter(config.group_filter)
     if config.sampler:
         SAMPLER.load("--sampler", config.sampler)

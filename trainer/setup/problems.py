@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agents.rendering.renderer import Renderer
 from envs.checking.error_location import located_line
 from envs.config.commands import command_line, flag_words
 from envs.contract import EnvFault
 from envs.errors import UserError
 from envs.execution.runner import EnvRunner
-from envs.problems import RowsConfig, checked_problems
+from envs.problems import RowsConfig, checked_problems, checked_rows
 from envs.spec import BuildEnv, EnvLimits, EnvSpec
 from envs.tool_calls import ToolFormat
 from envs.types import Sample, SampleSource
@@ -77,12 +78,12 @@ def load_rows(
     spec: EnvSpec, data: PromptsConfig, source: str, split: str = "train", limit: int | None = None
 ) -> SampleSource:
     """Return the problems of a data set, with the configured system prompt or, without one, the environment's."""
-    return data.load(source, split, data.system_prompt or spec.load_system_prompt(), limit)
+    return checked_rows(spec, data, source, split, limit, data.system_prompt)
 
 
 def own_problems(spec: EnvSpec, data: PromptsConfig, split: str, size: int, seed: int) -> SampleSource:
     """Return the environment's own problems, with the same system prompt as in `load_rows`."""
-    return checked_problems(spec, split, size, seed, data.system_prompt or spec.load_system_prompt())
+    return checked_problems(spec, split, size, seed, data.system_prompt)
 
 
 def check_command(env: EnvConfig, data: RowsConfig) -> str:
@@ -94,39 +95,72 @@ def check_command(env: EnvConfig, data: RowsConfig) -> str:
         given = {}
     given |= {name: getattr(data, name) for name in fields if getattr(data, name) != fields[name].default}
     words = [word for name, value in given.items() for word in flag_words(name, value)]
-    return command_line("envs.check", [env.env, *words])
+    return command_line("envs.check", [*env.env, *words])
+
+
+def first_samples(spec: EnvSpec, samples: SampleSource) -> dict[str, list[Sample]]:
+    """Return the first few samples of each environment that is played, by its id.
+
+    Raises:
+        UserError: an environment of a mixture has none.
+    """
+    first: dict[str, list[Sample]] = {entry.id: [] for entry in spec.entries}
+    for index in range(len(samples)):
+        sample = samples[index]
+        found = first[spec.part(sample.metadata).id]
+        if len(found) < NUM_PROBED:
+            found.append(sample)
+        if all(len(found) == NUM_PROBED for found in first.values()):
+            break
+    if spec.parts and (empty := [env_id for env_id, found in first.items() if not found]):
+        fix = "give it a larger share, more problems, or leave it out"
+        raise UserError(f"environment '{empty[0]}'", "must have a problem in the mixture", "none", fix)
+    return first
 
 
 def probe_tools(
     spec: EnvSpec, build_env: BuildEnv, tool_format: ToolFormat, samples: SampleSource, check: str
-) -> Sequence[dict[str, Any]]:
-    """Return the environment's tools, from the first of a few samples on which it plays an empty turn and a reward.
+) -> Mapping[str, Sequence[dict[str, Any]]]:
+    """Return the tools of each environment that is played, by its id.
 
-    `check` is the command that shows more; an error names it.
+    They are those of the first of a few samples on which it plays an empty turn and a reward. `check` is the command
+    that shows more; an error names it.
 
     Raises:
         UserError: the environment fails on all of these samples (says why), or cannot do what `on_tool_fault` asks.
     """
 
-    async def probe(sample: Sample) -> Sequence[dict[str, Any]]:
-        runner = EnvRunner(lambda: build_env(sample, spec.args(tool_format=tool_format)), EnvLimits.of(spec), sample.id)
+    async def probe(entry: EnvSpec, sample: Sample) -> Sequence[dict[str, Any]]:
+        args = spec.args(tool_format=tool_format)
+        runner = EnvRunner(lambda: build_env(sample, args), EnvLimits.of(entry), sample.id)
         try:
             await runner.open()
-            spec.check_tool_faults(runner.runs_tools)
+            entry.check_tool_faults(runner.runs_tools)
             await runner.step("")
             await runner.reward("")
             return runner.tools
         finally:
             await runner.close()
 
-    fault = None
-    for index in range(min(NUM_PROBED, len(samples))):
-        try:
-            return asyncio.run(probe(samples[index]))
-        except EnvFault as error:
-            fault = fault or error
-    if fault is None:
-        return ()
-    rule = "must play a turn and give a reward"
-    reason = located_line(str(fault))
-    raise UserError(f"environment '{spec.id}'", rule, reason, f"see {check}") from fault
+    def tools_of(entry: EnvSpec, first: Sequence[Sample]) -> Sequence[dict[str, Any]]:
+        fault = None
+        for sample in first:
+            try:
+                return asyncio.run(probe(entry, sample))
+            except EnvFault as error:
+                fault = fault or error
+        if fault is None:
+            return ()
+        rule = "must play a turn and give a reward"
+        reason = located_line(str(fault))
+        raise UserError(f"environment '{entry.id}'", rule, reason, f"see {check}") from fault
+
+    first = first_samples(spec, samples)
+    return {entry.id: tools_of(entry, first[entry.id]) for entry in spec.entries}
+
+
+def prompt_length(
+    spec: EnvSpec, renderer: Renderer, tools: Mapping[str, Sequence[dict[str, Any]]]
+) -> Callable[[Sample], int]:
+    """Return a function that counts the tokens of a sample's prompt, with the tools of its environment."""
+    return lambda sample: renderer.prompt_length(sample.prompt, tools[spec.part(sample.metadata).id])

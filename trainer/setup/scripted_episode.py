@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 from agents.engines.scripted import ScriptedEngine
 from agents.rendering.renderer import Renderer
@@ -17,7 +18,7 @@ from envs.types import Sample, SampleSource
 from trainer.algorithms.advantages import is_own, own_advantages
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.setup.plugins import own_filter
-from trainer.setup.problems import NUM_PROBED
+from trainer.setup.problems import first_samples
 
 #: Room for the scripted turns, whatever the run's own budget is.
 MAX_NEW_TOKENS = 4096
@@ -38,12 +39,29 @@ def try_functions(
     Raises:
         UserError: one fails; names the function, its file and line. Nothing is called where no episode can be scored.
     """
-    rewards = RewardSum.load(spec.reward)
     keeps = own_filter(group_filter)
-    if not (rewards.terms or keeps or is_own(algorithm.advantage)):
+    judges_groups = bool(keeps) or is_own(algorithm.advantage)
+    if not (judges_groups or any(entry.reward for entry in spec.entries)):
         return
-    for index in range(min(NUM_PROBED, len(samples))):
-        played = asyncio.run(_played(spec, build_env, args, renderer, samples[index]))
+    for env_id, first in first_samples(spec, samples).items():
+        entry = spec.parts.get(env_id, spec)
+        _try_on(first, entry, build_env, args, renderer, algorithm, keeps, group_size)
+
+
+def _try_on(
+    first: Sequence[Sample],
+    spec: EnvSpec,
+    build_env: BuildEnv,
+    args: EnvArgs,
+    renderer: Renderer,
+    algorithm: AlgorithmConfig,
+    keeps: Callable[[TrajectoryGroup], bool] | None,
+    group_size: int,
+) -> None:
+    """As `try_functions`, of one environment."""
+    rewards = RewardSum.load(spec.reward)
+    for sample in first:
+        played = asyncio.run(_played(spec, build_env, args, renderer, sample))
         if not played.end_reason.is_valid:
             continue
         scored = asyncio.run(rewards.score(played, EnvLimits.of(spec)))

@@ -170,5 +170,5 @@ def _tools(config: SftConfig, spec: EnvSpec, tool_format: ToolFormat) -> tuple[M
             return ()
         access = image_access(rows, config.data.allow_outside_images, config.data.allow_remote_images)
         samples = RowSamples(rows, config.data.keys, None, access, min(NUM_PROBED, len(rows.rows)))
-    see = check_command(EnvConfig(env=config.env, registry=config.registry), config.data)
-    return tuple(probe_tools(spec, load_env(spec), tool_format, samples, see))
+    see = check_command(EnvConfig(env=(config.env,), registry=config.registry), config.data)
+    return tuple(probe_tools(spec, load_env(spec), tool_format, samples, see)[spec.id])

@@ -16,7 +16,6 @@ from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.geo3k.env import build_env
 from envs.spec import EnvLimits, EnvSpec
-from envs.success import Success
 from envs.tool_calls.thinking import Thinking
 from envs.types import Sample
 from tests.builders import sampling
@@ -46,12 +45,14 @@ def play_of(
     options: EvaluationOptions = LOOK,
     make: Callable[..., Any] = build_env,
     max_turns: int = 2,
+    **entry: Any,
 ) -> ProblemPlayer:
     """Return a play in which the model writes `script(problem, turn)`."""
     engine = ScriptedEngine(renderer.tokenizer, lambda turn, request: script(number_in(renderer, request), turn))
     limits = Limits(max_turns, 256, EnvLimits(inline=True))
     episode = Episode(engine, renderer, limits, sampling(renderer))
-    return ProblemPlayer(episode, samples, make, EnvArgs(max_turns, tool_calls="last"), options)
+    spec = EnvSpec(id="x", entry_point="a:b", description="x", max_turns=max_turns, **entry)
+    return ProblemPlayer(episode, samples, make, EnvArgs(max_turns, tool_calls="last"), spec, options)
 
 
 def played(*args: Any, **options: Any) -> list[EvaluatedEpisode]:
@@ -315,25 +316,24 @@ class Shaped(Env):
 @pytest.mark.parametrize(
     ("success", "right"),
     [
-        (Success(1.0), [False, False]),
-        (Success(0.9), [True, False]),
-        (Success(key="is_success"), [True, False]),
-        (None, [None, None]),
+        (1.0, [False, False]),
+        (0.9, [True, False]),
+        ("is_success", [True, False]),
+        ("none", [None, None]),
     ],
 )
 def test_the_environments_success_decides_what_is_right(
-    renderer: Renderer, success: Success | None, right: list[bool | None]
+    renderer: Renderer, success: Any, right: list[bool | None]
 ) -> None:
-    options = EvaluationOptions(success=success, grades_first_turn=True)
     write = lambda number, turn: "good" if number == 0 else "bad"  # noqa: E731
-    play = play_of(renderer, write, problems(2), options, lambda sample, args: Shaped(), max_turns=1)
+    play = play_of(renderer, write, problems(2), LOOK, lambda sample, args: Shaped(), max_turns=1, success=success)
     asyncio.run(play.run())
     episodes = [episode for result in play.results for episode in result.episodes]
     assert [e.is_right for e in episodes] == right
     found = summarise(play.results, (1,), Intervals())
     assert found.mean_reward is not None and found.mean_reward.value == pytest.approx(0.5275)
-    assert found.main == ("accuracy" if success else "mean_reward")
-    if success is None:
+    assert found.main == ("mean_reward" if success == "none" else "accuracy")
+    if success == "none":
         assert (found.accuracy, found.first_turn, found.second_attempts, found.pass_at) == (None, None, None, {})
         assert found.by_tag["level"]["1"].value == 0.1 and found.ends["completed"].accuracy is None
 
@@ -350,12 +350,11 @@ def test_the_environments_success_decides_what_is_right(
     ],
 )
 def test_a_success_that_the_rewards_do_not_fit_is_doubted(renderer: Renderer, keys: dict[str, Any], doubt: str) -> None:
-    entry = {"id": "x", "entry_point": "a:b", "description": "x", "max_turns": 1, "reward_min_val": 0.0, **keys}
-    spec = EnvSpec.model_validate(entry)
-    options = EvaluationOptions(success=spec.success_rule)
-    play = play_of(renderer, lambda *_: "bad", problems(2), options, lambda sample, args: Shaped(), max_turns=1)
+    entry = {"reward_min_val": 0.0, **keys}
+    make = lambda sample, args: Shaped()  # noqa: E731
+    play = play_of(renderer, lambda *_: "bad", problems(2), EvaluationOptions(), make, max_turns=1, **entry)
     asyncio.run(play.run())
-    said = play.doubt(spec, summarise(play.results, (1,), Intervals()))
+    said = play.doubt(summarise(play.results, (1,), Intervals()))
     assert doubt in said and bool(doubt) is bool(said)
 
 
@@ -369,7 +368,6 @@ def test_an_answer_that_a_step_scored_is_right_by_the_same_rule(renderer: Render
             self.is_good = text == "good"
             return self.is_good
 
-    options = EvaluationOptions(success=Success(0.9), grades_first_turn=True)
     write = lambda number, turn: "bad" if turn == 0 else "good"  # noqa: E731
-    (e,) = played(renderer, write, problems(1), options=options, make=lambda sample, args: Scored())
+    (e,) = played(renderer, write, problems(1), make=lambda sample, args: Scored(), success=0.9)
     assert (e.is_right, e.is_first_turn_right, e.attempts[0]) == (True, first, first)
