@@ -95,6 +95,7 @@ class StepRollout:
     `groups` are those to train on. `filtered` have equal rewards; `surplus` were complete and not needed; `aborted`
     were cut off and hold what was played of them. `shortfall` says why there are fewer groups than requested, or is
     empty. `weight_version` is that of the weights that the step starts from, and `queue` what was in flight then.
+    `pools` counts the problems of a curriculum's pools after the step.
     """
 
     groups: tuple[TrajectoryGroup, ...]
@@ -104,6 +105,7 @@ class StepRollout:
     shortfall: str = ""
     weight_version: int = 0
     queue: Queue = Queue()
+    pools: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def unused(self) -> dict[str, tuple[TrajectoryGroup, ...]]:
@@ -144,10 +146,14 @@ class GroupInFlight:
 
 @dataclass(frozen=True, eq=False)
 class ManagerState:
-    """The state of a `RolloutManager` between two steps: the number of its next problem, and its groups in flight."""
+    """The state of a `RolloutManager` between two steps: the number of its next problem, and its groups in flight.
+
+    `problems` is the state of what chooses the problems, as JSON; empty where their number alone decides.
+    """
 
     num_begun: int = 0
     in_flight: tuple[GroupInFlight, ...] = ()
+    problems: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

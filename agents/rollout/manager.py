@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import takewhile
@@ -100,6 +100,11 @@ class RolloutManager:
         rollout = self._step_rollout(num_groups, queue)
         self._go_on()
         return rollout
+
+    @property
+    def in_flight(self) -> Collection[int]:
+        """The numbers of the groups that were begun and not handed out."""
+        return self._groups.keys()
 
     def state(self) -> ManagerState:
         """Return the state between two calls of `collect`, from which another manager can resume."""

@@ -149,6 +149,10 @@ class EngineConfig(ServersConfig):
         return value
 
 
+Share = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, le=1)]
+
+
 class RolloutConfig(Section):
     """Sampling of episodes."""
 
@@ -180,6 +184,21 @@ class RolloutConfig(Section):
     )
     filter_equal: bool = Field(
         default=False, description="replace groups whose rewards are all equal with groups of other problems"
+    )
+    curriculum: bool = Field(
+        default=False,
+        description="choose problems by the share of right episodes in the last group that played them",
+    )
+    curriculum_shares: tuple[Share, Share, Share] = Field(
+        json_schema_extra=NO_FLAG,
+        default=(0.1, 0.8, 0.1),
+        description="shares of a step's problems that are solved, learnable and unsolved so far; problems that nobody "
+        "has played are learnable",
+    )
+    curriculum_bounds: tuple[Rate, Rate] = Field(
+        json_schema_extra=NO_FLAG,
+        default=(0.0, 1.0),
+        description="shares of right episodes up to which a problem is unsolved, and from which it is solved",
     )
     oversample: float = Field(
         default=1.0,
@@ -249,6 +268,22 @@ class RolloutConfig(Section):
         if self.max_staleness:
             return trained + evaluated
         return max(trained, evaluated)
+
+    @field_validator("curriculum")
+    @classmethod
+    def _has_no_other_order(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("sampler"):
+            raise ValueError("cannot be given together with --sampler: both choose the problems")
+        return value
+
+    @field_validator("curriculum_shares", "curriculum_bounds")
+    @classmethod
+    def _makes_pools(cls, value: tuple[float, ...], info: ValidationInfo) -> tuple[float, ...]:
+        if info.field_name == "curriculum_shares" and not value[1]:
+            raise ValueError("must have a share of learnable problems: nothing else begins unplayed")
+        if info.field_name == "curriculum_bounds" and value[0] >= value[1]:
+            raise ValueError("must be two shares, the first below the second")
+        return value
 
     @field_validator("max_oversample")
     @classmethod

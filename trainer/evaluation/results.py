@@ -121,8 +121,8 @@ class Evaluation:
     - `tool_outcomes`: counts over `num_turns` turns; `mean_tool_calls`: calls in an episode.
     - `second_attempts`: None if no episode has a second graded answer.
     - `by_tag["level"]["3"]`: the main figure on problems of level 3.
-    - `by_env["geo3k"]`: the same statistics on the problems of one environment of a mixture. Accuracies of a mixture are
-      over the problems whose environments know a success.
+    - `by_env["geo3k"]`: the same statistics on the problems of one environment of a mixture. Accuracies of a mixture
+      are over the problems whose environments know a success.
 
     Example: `Evaluation(num_problems=256, num_samples=1, accuracy=Estimate(0.61, 0.55, 0.67, 256, "wilson"), ...)`.
     """

@@ -54,6 +54,7 @@ def rollout_metrics(
     - `end/REASON`: the share of all episodes, aborted and discarded ones included.
     - `tool/OUTCOME`: tool calls per turn of complete groups. `tool_fault/TOOL`: those that raised, hung or ended the
       process, tool by tool.
+    - `curriculum/POOL`: the training problems that are solved, learnable, unsolved and unseen, with `--curriculum`.
     - `queue/waiting`, `queue/in_progress`: groups in flight as the step began, complete ones and others.
     """
     groups = (*rollout.groups, *rollout.filtered, *rollout.surplus)
@@ -82,6 +83,7 @@ def rollout_metrics(
     for name in dict.fromkeys(name for t in valid for name in t.rewards):
         values = [t.rewards[name] for t in valid if name in t.rewards]
         metrics[f"reward/{name}"] = sum(values) / len(values)
+    metrics |= {f"curriculum/{pool}": size for pool, size in rollout.pools.items()}
     metrics |= {f"end/{reason}": number / max(1, len(rollout.played)) for reason, number in sorted(ends.items())}
     metrics |= {f"tool/{outcome}": number / max(1, len(turns)) for outcome, number in sorted(outcomes.items())}
     metrics |= {f"tool_fault/{name}": number / max(1, len(turns)) for name, number in sorted(faults.items())}

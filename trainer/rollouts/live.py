@@ -35,6 +35,7 @@ from trainer.config.run import RunConfig
 from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, ways
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
+from trainer.rollouts.curriculum import Curriculum
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.setup.backend import prepare_backend
 from trainer.setup.components import (
@@ -49,6 +50,7 @@ from trainer.setup.model_source import check_reach, resolve_model, template_opti
 from trainer.setup.plugins import check_algorithm, check_rollout, own_filter, problem_order
 from trainer.setup.problems import (
     check_command,
+    check_curriculum,
     check_held_out,
     check_success,
     load_problems,
@@ -145,6 +147,7 @@ class LiveRollouts:
     def __init__(self, context: LiveContext) -> None:
         self.context, self.config = context, context.config
         self._manager: RolloutManager | None = None
+        self._curriculum: Curriculum | None = None
         self._order: tuple[int, list[int]] = (-1, [])  # an epoch, and the order of its problems
         self._step = 0
         self._has_doubted = False
@@ -164,6 +167,9 @@ class LiveRollouts:
         config = self.config
         context = self.context
         self._step = version
+        if config.rollout.curriculum:
+            samples = context.train_samples
+            self._curriculum = Curriculum(config.rollout, config.seed, len(samples), self._environment, state.problems)
         names = {field.name for field in fields(RolloutOptions)} - {"group_filter"}
         self._manager = RolloutManager(
             context.episode(context.spec.max_turns, config.rollout.temperature),
@@ -188,6 +194,10 @@ class LiveRollouts:
         self._busy_before_s = tuple(self.context.weight_sync.transport.busy_s)
         self._step += 1
         rollout = await self._started.collect(num_groups, steps_to_come=self.config.steps - self._step)
+        success = self.context.spec.success_rule
+        if self._curriculum and success:
+            self._curriculum.update(rollout, success, self._started.in_flight)
+            rollout = replace(rollout, pools=self._curriculum.sizes())
         return replace(rollout, weight_version=self.context.engine.weight_version)
 
     def idle_fracs(self) -> Mapping[str, float]:
@@ -201,7 +211,16 @@ class LiveRollouts:
 
     def state(self) -> ManagerState:
         """Return the number of the next problem, and the groups in flight."""
-        return self._started.state()
+        state = self._started.state()
+        if self._curriculum:
+            return replace(state, problems=self._curriculum.state())
+        return state
+
+    def _environment(self, index: int) -> str:
+        spec = self.context.spec
+        if not spec.parts:
+            return ""
+        return spec.part(self.context.train_samples[index].metadata).id
 
     async def drain(self) -> tuple[TrajectoryGroup, ...]:
         """Stop all episodes and return the groups that were begun and never handed out."""
@@ -217,7 +236,10 @@ class LiveRollouts:
         if self._order[0] != epoch:
             self._order = epoch, problem_order(samples, self.config.rollout.sampler, self.config.seed, epoch)
         step, index = divmod(number, self.config.rollout.problems_per_step)
-        return GroupProblem(samples[self._order[1][place]], derive_seed(self.config.seed, "train", step + 1), index)
+        chosen = self._order[1][place]
+        if self._curriculum:
+            chosen = self._curriculum.draw(number, chosen)
+        return GroupProblem(samples[chosen], derive_seed(self.config.seed, "train", step + 1), index)
 
     async def evaluate(self, name: str, display: Display, on_episode: OnEvaluated) -> dict[str, Evaluation]:
         """Return the evaluations on held-out problems by way: over all turns and, with tools, in one turn without."""
@@ -278,6 +300,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
     start = start or Start()
     spec = config.env.resolve()
     check_success(config.evaluation, spec)
+    check_curriculum(config.rollout, spec)
     with ExitStack() as cleanup:
         connect_workers(config.cluster, spec, cleanup)
         build_env = load_env(spec)

@@ -65,7 +65,8 @@ class LoopState:
 
     def files(self) -> dict[str, bytes]:
         """Return the files of a checkpoint."""
-        numbers = asdict(replace(self, rollout=ManagerState(self.rollout.num_begun), generators={}))
+        rollout = ManagerState(self.rollout.num_begun, problems=self.rollout.problems)
+        numbers = asdict(replace(self, rollout=rollout, generators={}))
         del numbers["generators"]
         return {
             PROGRESS: json.dumps(numbers, indent=1).encode(),
@@ -79,7 +80,8 @@ def read_loop_state(checkpoint: Checkpoint) -> LoopState:
     numbers = json.loads(checkpoint.read(PROGRESS))
     groups = [pickle.loads(group) for group in pickle.loads(checkpoint.read(GROUPS))]
     _set_random_state(pickle.loads(checkpoint.read(RANDOM)))
-    rollout = ManagerState(numbers.pop("rollout")["num_begun"], tuple(groups))
+    kept = numbers.pop("rollout")
+    rollout = ManagerState(kept["num_begun"], tuple(groups), kept.get("problems", {}))
     evaluations = _EVALUATIONS.validate_python(numbers.pop("evaluations"))
     return LoopState(**numbers | {"faults": tuple(numbers["faults"])}, evaluations=evaluations, rollout=rollout)
 

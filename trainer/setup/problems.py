@@ -17,6 +17,7 @@ from envs.spec import BuildEnv, EnvLimits, EnvSpec
 from envs.tool_calls import ToolFormat
 from envs.types import Sample, SampleSource
 from trainer.config.inputs import NUM_HELD_OUT, NUM_TRAIN, DataConfig, EnvConfig, PromptsConfig
+from trainer.config.rollout import RolloutConfig
 from trainer.config.run import EvaluationConfig, RunConfig
 
 #: An environment counts as broken if it fails on this many samples.
@@ -65,6 +66,17 @@ def check_success(config: EvaluationConfig, spec: EnvSpec) -> None:
             "--success; --patience and best_by reward go by the mean reward"
         )
         raise UserError(asked, rule, config.stop_at_accuracy or config.best_by, fix)
+
+
+def check_curriculum(config: RolloutConfig, spec: EnvSpec) -> None:
+    """Raise `UserError` if problems should be chosen by a success that an environment does not know."""
+    if not config.curriculum:
+        return
+    for entry in spec.entries:
+        if entry.success_rule is None:
+            rule = f"needs environments that say what a success is, and '{entry.id}' has success: none"
+            fix = "write success: 0.9 (a reward) or success: KEY (of the episode's info) in its entry"
+            raise UserError("--curriculum", rule, entry.id, fix)
 
 
 def check_eval_size(eval_size: int | None) -> None:
