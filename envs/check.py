@@ -45,7 +45,7 @@ from envs.errors import UserError
 from envs.execution.load import load_env
 from envs.execution.process_env import IMPORT_LIMIT_S
 from envs.problems import ProblemsConfig, open_problems, read_sample
-from envs.registry import get_spec
+from envs.registry import get_mixture
 from envs.spec import EnvSpec
 from envs.tool_calls import detect_format
 from envs.types import Sample
@@ -80,7 +80,7 @@ _Planned = tuple[int, Script]
 class CheckConfig(Section):
     """The options of `python -m envs.check`."""
 
-    id: str = Field(description="environment id in the registry")
+    id: tuple[str, ...] = Field(description="environment id in the registry; several are checked one after the other")
     registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
     samples: int = Field(default=8, ge=1, description="how many problems to try")
     chat_template: str = Field(default="", description="Jinja file to render with; empty: a general ChatML template")
@@ -219,9 +219,13 @@ class _CheckRun:
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse, check, report."""
     config = parse(CheckConfig, argv, "python -m envs.check", "Check an environment without a model.")
-    spec = get_spec(config.id, *config.registry)
+    spec = get_mixture(config.id, *config.registry)
     template = ChatTemplate.open(config.chat_template, config.model)
     console = Console()
+    return max([_check(entry, config, template, console) for entry in spec.entries])
+
+
+def _check(spec: EnvSpec, config: CheckConfig, template: ChatTemplate, console: Console) -> int:
     bound = f" (at most {longest_s(spec, config.max_seconds):.0f} s)"
     with console.status("") as status:
         findings = check_env(
