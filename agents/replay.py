@@ -27,22 +27,13 @@ from agents.replaying.compatibility import env_notes, find_spec, model_notes
 from agents.replaying.continuation import only_episode, run_fork
 from agents.replaying.fork import ForkConfig
 from agents.replaying.replayer import EnvReplayer, ReplayContext, Replayer
-from agents.replaying.report import (
-    ReportHeader,
-    as_json,
-    print_report,
-    print_rescoring,
-    rescoring_as_json,
-    write_report,
-)
-from agents.replaying.rescore import rescore
+from agents.replaying.report import ReportHeader, as_json, print_report, write_report
 from agents.replaying.runner import ReplaySummary, replay
 from agents.replaying.stream_replayer import StreamReplayer, token_texts
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section, with_absolute_paths
 from envs.console import Console
 from envs.errors import UserError
-from envs.grading import GraderReference
 from envs.spec import EnvSpec
 
 #: The exit code if nothing is known to differ, but some episodes could not be read or compared.
@@ -63,9 +54,6 @@ class ReplayConfig(Section):
         f"the bundled model, '{RECORDED}': the recording's model; empty: token streams are not compared",
     )
     turn: int | None = Field(default=None, ge=1, description="replay up to this turn; empty: whole episodes")
-    rescore: GraderReference | None = Field(
-        default=None, description="compute the rewards with this grader, and compare only the rewards; empty: no"
-    )
     max_concurrent: int = Field(default=64, ge=1, description="episodes to replay at the same time")
     show: int = Field(default=10, ge=0, description="how many differing episodes to list")
     report: Path | None = Field(default=None, description="JSON file for the full report; empty: none")
@@ -140,8 +128,6 @@ def open_all(config: ReplayConfig, spec: EnvSpec | None = None) -> ReplayInputs:
     """Open recording, environment (if `spec` is not it) and model. Raises `UserError` if one cannot be opened."""
     source, spec, notes = open_source(config, spec)
     manifest = source.manifest
-    if config.rescore is not None:
-        spec = spec.model_copy(update={"grader": config.rescore})
     renderer = open_renderer(config, source)
     if renderer:
         notes += model_notes(manifest, renderer)
@@ -191,28 +177,10 @@ def compare(config: ReplayConfig, inputs: ReplayInputs, console: Console) -> int
     return NOT_ALL
 
 
-def regrade(config: ReplayConfig, inputs: ReplayInputs, grader: str, console: Console) -> int:
-    """Replay with another grader, print both rewards, and return the exit code: 0, or 3 if some were left out."""
-    began = time.perf_counter()
-    with counting(console, inputs.context.spec.id) as count:
-        episodes = select_episodes(inputs.source.episodes(), config.selection)
-        rescoring = asyncio.run(rescore(EnvReplayer(inputs.context), episodes, config.max_concurrent, count))
-    header = inputs.header(config, began)
-    print_rescoring(header, rescoring, grader, config.show, console)
-    if config.report:
-        write_report(config.report, rescoring_as_json(header, rescoring, grader))
-    check_any(rescoring.summary, config)
-    rescoring.summary.num_damaged = inputs.num_damaged
-    if rescoring.summary.is_complete:
-        return 0
-    return NOT_ALL
-
-
 def fork(config: ReplayConfig) -> int:
     """Continue one episode from a turn; return the exit code."""
-    if config.rescore is not None or config.turn:
-        flag = "--turn" if config.turn else "--rescore"
-        raise UserError("--fork", f"must be given without {flag}", config.fork.fork, f"leave {flag} out")
+    if config.turn:
+        raise UserError("--fork", "must be given without --turn", config.fork.fork, "leave --turn out")
     source, spec, notes = open_source(config)
     if config.fork.by == "model" and not config.model:
         raise UserError("--model", "must name the model for --by model", "none", "give a model or run folder")
@@ -248,16 +216,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, replay, report."""
     description = "Replay recorded episodes through an environment."
     config = parse(ReplayConfig, argv, "python -m agents.replay", description)
-    if config.rescore is not None and (config.model or config.turn):
-        flag = "--model" if config.model else "--turn"
-        raise UserError("--rescore", f"must be given without {flag}", config.rescore, f"leave {flag} out")
     if config.fork.fork is not None:
         return fork(config)
     console = Console()
     inputs = open_all(config)
     config = with_absolute_paths(config)
-    if config.rescore is not None:
-        return regrade(config, inputs, config.rescore, console)
     return compare(config, inputs, console)
 
 

@@ -259,7 +259,6 @@ class ReplayKeywords(ViewKeywords, total=False):
     registry: Place | Sequence[Place]
     model: Place
     turn: int | None
-    rescore: Literal["math", "geo3k_strict", "geo3k_tolerance"] | Code | None
     max_concurrent: int
     limit: int
     max_turns: int | None

@@ -16,15 +16,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from agents.cli.text import counted, excerpt, excerpt_pair
+from agents.cli.text import counted, excerpt_pair
 from agents.replaying.difference import KINDS, TOKENS, Difference
-from agents.replaying.rescore import Rescoring
 from agents.replaying.runner import EpisodeDifferences, ReplaySummary
 from envs.console import Console
 from envs.errors import UserError
 from envs.safe_text import escape_controls
 
-MAX_PAIRS = 12
 EMPTY = "(empty)"
 
 
@@ -80,31 +78,6 @@ def totals(header: ReportHeader, summary: ReplaySummary) -> str:
     )
 
 
-def print_rescoring(header: ReportHeader, rescoring: Rescoring, grader: str, num_shown: int, console: Console) -> None:
-    """Print a table of old and new rewards, and the episodes whose rewards differ."""
-    _say_notes(header, console)
-    episodes = rescoring.episodes
-    flipped = rescoring.flipped
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("recorded", f"with {grader}", "episodes", "first example"):
-        table.add_column(name, justify="right" if name == "episodes" else "left", overflow="fold")
-    for (old, new), count in sorted(rescoring.pairs().items(), key=lambda item: -item[1])[:MAX_PAIRS]:
-        first = next(each for each in episodes if (each.old, each.new) == (old, new))
-        example = f"{first.id}: {excerpt(first.final_text, 40)} against {excerpt(first.label or 'no label', 30)}"
-        table.add_row(f"{old:g}", f"{new:g}", str(count), Text(escape_controls(example)))
-    console.print(table)
-    lines = [f"{e.id}: {e.old:g} -> {e.new:g}, {excerpt(e.final_text)} against {e.label}" for e in flipped]
-    _say_some(lines, num_shown, console)
-    if told := sum(each.is_told_else for each in episodes):
-        say(console, f"{told} also gave the model another observation, and would have continued differently", "yellow")
-    for end, count in rescoring.lost.items():
-        say(console, f"{count} have no reward now: {end}", "yellow")
-    _say_skipped(rescoring.summary, console)
-    if episodes:
-        old, new = (sum(values) / len(episodes) for values in zip(*((e.old, e.new) for e in episodes), strict=True))
-        say(console, f"mean reward {old:.4g} recorded, {new:.4g} with {grader}; {len(flipped)} of {len(episodes)} flip")
-
-
 def write_report(path: Path, content: dict[str, Any]) -> None:
     """Write a report as JSON. Raises `UserError` if the file cannot be written."""
     try:
@@ -128,18 +101,6 @@ def as_json(header: ReportHeader, summary: ReplaySummary) -> dict[str, Any]:
         "hurried": summary.hurried,
         "kinds": {kind: count for kind, (count, _) in kinds(summary.differing).items()},
         "found": [asdict(found) for found in summary.found],
-    }
-
-
-def rescoring_as_json(header: ReportHeader, rescoring: Rescoring, grader: str) -> dict[str, Any]:
-    """Return the full report on another grader: old and new reward of every episode."""
-    return {
-        **asdict(header),
-        "grader": grader,
-        "flipped": len(rescoring.flipped),
-        "lost": dict(rescoring.lost),
-        "skipped": dict(rescoring.summary.skipped),
-        "rewards": [asdict(each) for each in rescoring.episodes],
     }
 
 

@@ -300,7 +300,6 @@ def test_exit_codes_are_0_without_1_with_differences_and_2_for_what_cannot_be_ru
         [CALCULATOR, "--env", "calculater"],
         [CALCULATOR, "--model", str(tmp_path)],
         [CALCULATOR, "--id", "nobody"],
-        [CALCULATOR, "--rescore", "math", "--turn", "1"],
         [CALCULATOR, "--end-reason", "bored"],
     ):
         assert exit_code(lambda argv=argv: run(argv)) == 2, argv
@@ -389,7 +388,7 @@ def test_code_is_taken_from_the_users_own_registries_and_never_from_where_a_reco
     monkeypatch.chdir(copy)
     rule = "environment: must be in the registry, got calculator-none; give --registry {} "
     rule = re.escape(rule.format(copy / "registry.yaml"))
-    for flags in ((), ("--rescore", "math"), ("--fork", "1", "--id", "train-0-0")):
+    for flags in ((), ("--fork", "1", "--id", "train-0-0")):
         with pytest.raises(UserError, match=rule):
             run([".", *flags])
     (copy / "registry.yaml").unlink()
@@ -447,19 +446,6 @@ def test_no_more_is_read_than_the_limit_asks_for() -> None:
         raise AssertionError("read on")
 
     assert len(list(select_episodes(one_and_a_fault(), SelectionConfig(limit=1)))) == 1
-
-
-def test_another_grader_flips_the_rewards_that_it_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "rewards.json"
-    assert run([str(FOLDER / "geo3k"), "--rescore", "geo3k_strict", "--report", str(path)]) == 0
-    out = capsys.readouterr().out
-    report = json.loads(path.read_text())
-    flipped = {each["id"]: each["final_text"] for each in report["rewards"] if each["old"] != each["new"]}
-    assert report["flipped"] == len(flipped) == 3
-    assert all(text.startswith("Answer: ") for text in flipped.values())  # right for `math`, and without a box
-    assert f"{next(iter(flipped))}: 1 -> 0, Answer: " in out and "3 of 23 flip" in out
-    assert run([str(FOLDER / "geo3k"), "--rescore", "math"]) == 0
-    assert "0 of 23 flip" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.001, 8), (0.4, 3), (1.0, 1)])
