@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from agents.rollout.stream import first_difference
-from envs.safe_text import escape_controls, escape_lines
+from envs.safe_text import escape_controls
 
-#: A longer text is cut in the middle; `MAX_END` characters of its end stay.
-MAX_SHOWN = 4000
-MAX_END = 1000
 #: Code of an environment may change the working directory later.
 _BEGUN_IN = Path.cwd()
 
@@ -22,14 +19,6 @@ def one_line(text: str, length: int) -> str:
     if len(text) <= length:
         return text
     return text[: length - 3] + "..."
-
-
-def shorten_middle(text: str, full: bool) -> str:
-    """Return the text, safe to print; unless `full`, a note replaces the middle of a long text."""
-    if full or len(text) <= MAX_SHOWN:
-        return escape_lines(text)
-    note = f"[... {len(text) - MAX_SHOWN:,} characters more; --full shows them ...]"
-    return f"{escape_lines(text[: MAX_SHOWN - MAX_END])}\n{note}\n{escape_lines(text[-MAX_END:])}"
 
 
 def excerpt(value: Any, width: int = 80, place: int = 0) -> str:
