@@ -23,9 +23,7 @@ from agents.cli.terminal import (
 )
 from agents.cli.text import counted
 from agents.engines.scripted import ScriptedEngine
-from agents.recording.attempts import check_record_folder, record_attempts
-from agents.recording.manifest import build_manifest
-from agents.recording.schema import PLAY
+from agents.recording.played import check_record_folder, record_played
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
 from agents.rendering.tokenizer_files import model_folder
@@ -86,10 +84,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids),
         thinking=thinking,
     )
-    manifest = build_manifest(spec, renderer, config.model, {PLAY: episode})
     record = config.record and config.record.absolute()
     if record:
-        check_record_folder(record, manifest)
+        check_record_folder(record)
     terminal.say(f"{spec.id}: {spec.description}\nsample {sample.id}, {counted(args.max_turns, 'turn')}\n{HELP}\n---")
     gallery.save(message_images(sample.prompt), "prompt")
     try:
@@ -101,8 +98,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     except (PlayerQuit, KeyboardInterrupt) as quit_by:
         return print_early_end(quit_by, terminal, config.record)
     if record:
-        for note in (*record_attempts(record, [trajectory], manifest, renderer), f"recorded in {config.record}"):
-            terminal.say(note)
+        record_played(record, [trajectory], spec, config.model, episode)
+        terminal.say(f"recorded in {config.record}")
     return print_summary(trajectory, terminal, gallery)
 
 

@@ -269,7 +269,6 @@ class ForkKeywords(TypedDict, total=False):
 
     temperature: float | None
     seed: int | None
-    engine: Literal["hf"] | Code
     device: str
     max_turns: int | None
     max_new_tokens: int | None

@@ -4,6 +4,6 @@
 `episode_result`, which `difference` compares with the recorded one. `runner` replays many episodes concurrently, and
 `report` prints the results. `compatibility` compares the recorded environment and model with today's.
 
-`fork` continues one episode from a turn, after `prefix` has checked the turns before it; `continuation` lets a person,
-a script or a model write the next turns.
+`fork` continues one episode from a turn, after a replay of the turns before it; `continuation` lets a person or a model
+write the next turns.
 """
