@@ -53,7 +53,6 @@ class ReplayConfig(Section):
         description=f"model folder whose tokenizer and template are used to compare the token streams too; 'starter': "
         f"the bundled model, '{RECORDED}': the recording's model; empty: token streams are not compared",
     )
-    turn: int | None = Field(default=None, ge=1, description="replay up to this turn; empty: whole episodes")
     max_concurrent: int = Field(default=64, ge=1, description="episodes to replay at the same time")
     show: int = Field(default=10, ge=0, description="how many differing episodes to list")
     report: Path | None = Field(default=None, description="JSON file for the full report; empty: none")
@@ -121,7 +120,7 @@ class ReplayInputs:
         """Return the header of the report on a replay that began at a time of `perf_counter`."""
         seconds = round(time.perf_counter() - began, 3)
         model = config.model if self.renderer else ""
-        return ReportHeader(config.run, self.context.spec.id, model, self.notes, config.turn, seconds)
+        return ReportHeader(config.run, self.context.spec.id, model, self.notes, seconds)
 
 
 def open_all(config: ReplayConfig, spec: EnvSpec | None = None) -> ReplayInputs:
@@ -150,7 +149,6 @@ def replay_all(
         replay(
             inputs.replayer,
             select_episodes(inputs.source.episodes(), config.selection),
-            config.turn,
             config.max_concurrent,
             (lambda ids: token_texts(renderer, ids)) if renderer else list,
             on_episode,
@@ -179,8 +177,6 @@ def compare(config: ReplayConfig, inputs: ReplayInputs, console: Console) -> int
 
 def fork(config: ReplayConfig) -> int:
     """Continue one episode from a turn; return the exit code."""
-    if config.turn:
-        raise UserError("--fork", "must be given without --turn", config.fork.fork, "leave --turn out")
     source, spec, notes = open_source(config)
     if config.fork.by == "model" and not config.model:
         raise UserError("--model", "must name the model for --by model", "none", "give a model or run folder")

@@ -258,7 +258,6 @@ class ReplayKeywords(ViewKeywords, total=False):
 
     registry: Place | Sequence[Place]
     model: Place
-    turn: int | None
     max_concurrent: int
     limit: int
     max_turns: int | None

@@ -33,9 +33,9 @@ from envs.types import Message, Sample, private
 
 
 class Replayer(Protocol):
-    """Replays a recorded episode, or its first `num_turns` turns."""
+    """Replays a recorded episode."""
 
-    async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
+    async def play(self, episode: EpisodeRecord) -> EpisodeResult:
         """Return today's result of the episode. Raises `UserError` if it cannot be replayed."""
         ...
 
@@ -81,7 +81,7 @@ class EnvReplayer:
     def __init__(self, context: ReplayContext) -> None:
         self.context = context
 
-    async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
+    async def play(self, episode: EpisodeRecord) -> EpisodeResult:
         """Return the environment's result today. Raises `UserError` if an image of the problem is damaged."""
         way = self.context.way(episode)
         sample = self.context.source.sample(episode)
@@ -93,8 +93,8 @@ class EnvReplayer:
         error = None
         try:
             first = await env.open()
-            end = await self._step_all(env, episode, way, num_turns, results)
-            if end is not None and asks_reward(episode) and (end != CONTINUES or is_faulty(episode)):
+            end = await self._step_all(env, episode, way, results)
+            if asks_reward(episode) and (end != CONTINUES or is_faulty(episode)):
                 reward = await env.reward(episode.turns[len(results) - 1].text if results else "")
         except ToolFault as fault:
             results.append(StepResult((), False, fault.info))
@@ -121,11 +121,10 @@ class EnvReplayer:
         env: EnvRunner,
         episode: EpisodeRecord,
         way: WayRecord,
-        num_turns: int | None,
         results: list[StepResult | None],
-    ) -> str | None:
-        """Give the environment turn after turn; return how the episode ends, None if `num_turns` stops it earlier."""
-        for number, turn in enumerate(episode.turns[:num_turns], 1):
+    ) -> str:
+        """Give the environment turn after turn; return how the episode ends."""
+        for number, turn in enumerate(episode.turns, 1):
             if turn.finish != "stop":
                 results.append(None)
                 is_cut = is_faulty(episode) or episode.end_reason is EndReason.INVALID_STREAM
@@ -136,8 +135,6 @@ class EnvReplayer:
                 return EndReason.COMPLETED.value
             if number == way.max_turns:
                 return EndReason.MAX_TURNS.value
-        if num_turns is not None and num_turns < len(episode.turns):
-            return None
         # The next message did not fit into the token limits, which are not counted here.
         is_full = episode.end_reason in (EndReason.TOKEN_BUDGET, EndReason.CONTEXT_FULL)
         last = episode.turns[-1] if episode.turns else None

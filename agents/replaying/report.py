@@ -34,7 +34,6 @@ class ReportHeader:
     env: str
     model: str
     notes: Sequence[str]
-    num_turns: int | None
     seconds: float
 
 
@@ -46,13 +45,10 @@ def say(console: Console, text: str, style: str = "") -> None:
 def print_report(header: ReportHeader, summary: ReplaySummary, num_shown: int, console: Console) -> None:
     """Print what differs: a table of kinds, a line for each episode, totals."""
     _say_notes(header, console)
-    for what, several in (("", summary.differing), ("doubtful: ", summary.doubtful)):
-        if several:
-            console.print(_kinds_table(several, what))
-            _say_some(list(map(_episode_line, several)), num_shown, console)
-            console.print()
-    if summary.doubtful:
-        say(console, f"{len(summary.doubtful)} are doubtful: JSON could not hold their label or metadata as they were")
+    if summary.differing:
+        console.print(_kinds_table(summary.differing))
+        _say_some(list(map(_episode_line, summary.differing)), num_shown, console)
+        console.print()
     _say_steadiness(summary, console)
     _say_skipped(summary, console)
     say(console, totals(header, summary), "bold red" if summary.differing else "")
@@ -60,10 +56,6 @@ def print_report(header: ReportHeader, summary: ReplaySummary, num_shown: int, c
 
 def totals(header: ReportHeader, summary: ReplaySummary) -> str:
     """Return the last line: `calculator: 448 episodes, 448 replayed, 0 differ (612 episodes/s)`."""
-    if header.num_turns:
-        what = f"up to turn {header.num_turns}, "
-    else:
-        what = ""
     if header.model:
         stream = "token streams compared, "
     else:
@@ -73,7 +65,7 @@ def totals(header: ReportHeader, summary: ReplaySummary) -> str:
     else:
         rate = 0.0
     return (
-        f"{header.env}: {counted(summary.num_episodes, 'episode')}, {summary.num_replayed} replayed, {what}{stream}"
+        f"{header.env}: {counted(summary.num_episodes, 'episode')}, {summary.num_replayed} replayed, {stream}"
         f"{len(summary.differing)} differ ({rate:.4g} episodes/s)"
     )
 
@@ -94,13 +86,11 @@ def as_json(header: ReportHeader, summary: ReplaySummary) -> dict[str, Any]:
         "replayed": summary.num_replayed,
         "turns": summary.num_turns,
         "differing": len(summary.differing),
-        "doubtful": len(summary.doubtful),
         "skipped": dict(summary.skipped),
         "alone": summary.num_alone,
         "unsteady": summary.unsteady,
-        "hurried": summary.hurried,
         "kinds": {kind: count for kind, (count, _) in kinds(summary.differing).items()},
-        "found": [asdict(found) for found in summary.found],
+        "found": [asdict(found) for found in summary.differing],
     }
 
 
@@ -114,7 +104,7 @@ def kinds(several: Sequence[EpisodeDifferences]) -> dict[str, tuple[int, tuple[E
     return {kind: (counts[kind], first[kind]) for kind in KINDS if kind in counts}
 
 
-def _kinds_table(several: Sequence[EpisodeDifferences], what: str) -> Table:
+def _kinds_table(several: Sequence[EpisodeDifferences]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("what differs", no_wrap=True)
     table.add_column("episodes", justify="right", no_wrap=True)
@@ -122,7 +112,7 @@ def _kinds_table(several: Sequence[EpisodeDifferences], what: str) -> Table:
     for kind, (count, (found, first)) in kinds(several).items():
         old, new = values(first)
         lines = f"{escape_controls(f'{found.id} {first.where}')}\nrecorded: {old}\nreplayed: {new}"
-        table.add_row(f"{what}{kind}", str(count), Text(lines))
+        table.add_row(kind, str(count), Text(lines))
     return table
 
 
@@ -165,9 +155,6 @@ def _say_some(lines: Sequence[str], num_shown: int, console: Console) -> None:
 
 
 def _say_steadiness(summary: ReplaySummary, console: Console) -> None:
-    if summary.hurried:
-        slow = f"{counted(len(summary.hurried), 'episode')} reached a time limit with others, but not alone"
-        say(console, f"{slow}: the machine is too slow for so many at a time (--max-concurrent)", "yellow")
     if not summary.unsteady:
         return
     named = f"{', '.join(summary.unsteady[:3])}{', ...' if len(summary.unsteady) > 3 else ''}"

@@ -56,7 +56,11 @@ class StreamReplayer:
         self._sampling = SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids)
 
     async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
-        """Return today's result of the episode. Raises `UserError` if an image of the problem is damaged."""
+        """Return today's result of the episode, or of its first `num_turns` turns.
+
+        Raises:
+            UserError: an image of the problem is damaged.
+        """
         way = self.context.way(episode)
         sample = self.context.source.sample(episode)
         answers = recorded_completions(episode)[:num_turns]

@@ -458,7 +458,6 @@ def test_the_path_of_a_model_is_not_taken_from_a_recording(recording: Recording)
         (["--fork", "4", "--id", "train-0-0"], "--fork: must be at most 3, got 4; train-0-0 has 3 turns"),
         (["--fork", "1"], "--id: must select one episode to continue, got train-0-0, train-1-0; name one"),
         (["--fork", "1", "--id", "train-9-0"], "--id: must select one episode to continue, got none"),
-        (["--fork", "1", "--id", "train-0-0", "--turn", "1"], "--fork: must be given without --turn"),
         (
             ["--fork", "1", "--id", "train-0-0", "--samples", "2"],
             "--samples: must be 1 unless a model continues, got 2",

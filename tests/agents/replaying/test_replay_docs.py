@@ -61,5 +61,5 @@ def test_every_kind_and_flag_is_on_the_page() -> None:
     named = set(re.findall(r"--[a-z][a-z-]+", PAGE))
     both = {**SelectionConfig.model_fields, **ForkConfig.model_fields}
     own = {flag_of(name, field) for name, field in both.items()}
-    assert own | {"--env", "--registry", "--model", "--turn", "--show", "--report"} <= named
+    assert own | {"--env", "--registry", "--model", "--show", "--report"} <= named
     assert named - flags <= {"--size", "--name"}
