@@ -19,8 +19,8 @@ from agents.replaying.continuation import changes_of, fork_by_model, only_episod
 from agents.replaying.fork import ForkConfig
 from agents.replaying.runner import ReplaySummary
 from agents.types import Trajectory
-from agents.view import open_source
 from agents.viewer.export import export
+from agents.viewer.source import Source
 from envs.errors import UserError
 from envs.safe_text import escape_lines
 from trueturn.arguments import NOT_GIVEN, public
@@ -159,7 +159,7 @@ def view(
     if not 1 <= len(recorded) <= 2:
         raise UserError("recorded=", "must be one run, or two to compare", len(recorded), "give a run")
     chosen = config_of(SelectionConfig, None, {"limit": limit, **selection})
-    sources = [open_source(Path(folder_of(each)), False, chosen) for each in recorded]
+    sources = [Source(Path(folder_of(each)), chosen.matches, chosen.limit) for each in recorded]
     for source in sources:
         source.check_has_episodes()
     if path:

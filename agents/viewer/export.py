@@ -77,9 +77,8 @@ def without_paths(overview: JSON) -> JSON:
     Example: the model "/home/me/models/Qwen3-VL" becomes "models/Qwen3-VL".
     """
     manifest = overview["manifest"]
-    if manifest:
-        model = "/".join(Path(manifest["model"]).parts[-2:])
-        manifest = {**manifest, "model": model, "registry": Path(manifest["registry"]).name}
+    model = "/".join(Path(manifest["model"]).parts[-2:])
+    manifest = {**manifest, "model": model, "registry": Path(manifest["registry"]).name}
     return {**overview, "folder": overview["name"], "registry": "", "manifest": manifest}
 
 

@@ -845,8 +845,9 @@ def test_a_long_stream_is_drawn_as_far_as_one_looks(visit: Open) -> None:
 def test_a_live_page_takes_in_what_is_new_and_keeps_its_place(visit: Open, tmp_path: Path) -> None:
     words = write_small(tmp_path)
     (tmp_path / "summary.json").unlink()
+    (tmp_path / "config.yaml").touch()
     with (
-        ViewServer([Source(tmp_path, live=True)]) as server,
+        ViewServer([Source(tmp_path)]) as server,
         Recorder(tmp_path / "episodes", manifest(), words.spell) as recorder,
     ):
         serving = threading.Thread(target=server.serve_forever, daemon=True)
@@ -875,9 +876,10 @@ def test_a_live_page_takes_in_what_is_new_and_keeps_its_place(visit: Open, tmp_p
 
 def test_a_group_on_screen_takes_in_what_becomes_known_of_its_samples(visit: Open, tmp_path: Path) -> None:
     words = Words()
+    (tmp_path / "config.yaml").touch()
     with (
         Recorder(tmp_path / "episodes", manifest(), words.spell) as recorder,
-        ViewServer([Source(tmp_path, live=True)]) as server,
+        ViewServer([Source(tmp_path)]) as server,
     ):
         played = [episode(words, [f"So \\boxed{{{k}}}"], sample_index=k, reward=float(k)) for k in range(2)]
         recorder.write(played[0], 1)
