@@ -75,13 +75,7 @@ class Recording:
         check_real_folder(path / "episodes")
         found = [folder for folder in (path, path / "episodes") if os.path.lexists(folder / MANIFEST)]
         if not found:
-            old = [folder for folder in (path, path / "episodes") if (folder / "episodes.jsonl").is_file()]
-            if old:
-                got = "episodes of an earlier version"
-            elif path.exists():
-                got = "none"
-            else:
-                got = "no such folder"
+            got = "none" if path.exists() else "no such folder"
             raise UserError(str(path), f"must hold a recording ({MANIFEST})", got, "give a run folder that recorded")
         try:
             text = read_regular(found[0] / MANIFEST).decode("utf-8")

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from agents.recording.safe_files import memory_of
 from agents.types import EndReason, Trajectory, messages_before_turns
@@ -115,14 +115,6 @@ class Manifest(_Record):
     template_options: dict[str, Any] = {}
     ways: dict[str, WayRecord] = {}
     versions: dict[str, str] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former_fields(cls, fields: Any) -> Any:
-        """Drop what recordings before version 0.1.0 have too: the framework that episodes were converted from."""
-        if isinstance(fields, dict):
-            fields.pop("converted_from", None)
-        return fields
 
     @field_validator("env")
     @classmethod
