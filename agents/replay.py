@@ -66,6 +66,7 @@ def open_source(config: ReplayConfig, spec: EnvSpec | None = None) -> tuple[Reco
     Raises:
         UserError: there is no recording or no such environment.
     """
+    # The spec is given from Python, where an environment need not be in a registry.
     source = Recording.open(config.run)
     spec = spec or find_spec(source.manifest, config.env, config.registry)
     return source, spec, [*env_notes(source.manifest, spec), *source.damage()]
@@ -79,6 +80,7 @@ def open_renderer(config: ReplayConfig, source: Recording) -> Renderer | None:
     """
     if not config.model:
         return None
+    # The options of the recorded run, such as `enable_thinking`, change every prompt.
     return Renderer.from_checkpoint(model_folder(named_model(config, source)), source.manifest.template_options)
 
 
@@ -89,6 +91,7 @@ def named_model(config: ReplayConfig, source: Recording) -> str:
         UserError: no model is named.
     """
     recorded = source.manifest.model
+    # A path in a stranger's recording could name any file of this machine, so the user says it.
     if not config.model and recorded != "starter":
         fix = f"give its folder, or '--model {RECORDED}' for that of the recording ({recorded or 'which names none'})"
         raise UserError("--model", "must be given: no path is taken from a recording", "nothing", fix)
@@ -130,6 +133,7 @@ def open_all(config: ReplayConfig, spec: EnvSpec | None = None) -> ReplayInputs:
     renderer = open_renderer(config, source)
     if renderer:
         notes += model_notes(manifest, renderer)
+    # Counted before the replay: the report says it even where every episode that was read is equal.
     damaged = num_skipped(source.folder / EPISODES)
     return ReplayInputs(source, ReplayContext(source, spec), renderer, tuple(notes), damaged)
 
@@ -150,10 +154,12 @@ def replay_all(
             inputs.replayer,
             select_episodes(inputs.source.episodes(), config.selection),
             config.max_concurrent,
+            # Without a tokenizer, ids stand for themselves.
             (lambda ids: token_texts(renderer, ids)) if renderer else list,
             on_episode,
         )
     )
+    # A damaged place may have held an episode that differs, so the result is not complete.
     summary.num_damaged = inputs.num_damaged
     return summary
 
@@ -167,6 +173,7 @@ def compare(config: ReplayConfig, inputs: ReplayInputs, console: Console) -> int
     print_report(header, summary, config.show, console)
     if config.report:
         write_report(config.report, as_json(header, summary))
+    # After the report, whose lines say why each episode was left out.
     check_any(summary, config)
     if summary.differing:
         return 1
@@ -193,6 +200,7 @@ def counting(console: Console, name: str) -> Iterator[Callable[[], None]]:
         def count() -> None:
             nonlocal played
             played += 1
+            # A line for each would cost more than an episode: a thousand are replayed in a second.
             if played % 64 == 0:
                 status.update(Text(f"{name}: {played} episodes"), spinner_style="")
 
@@ -216,6 +224,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return fork(config)
     console = Console()
     inputs = open_all(config)
+    # Code of the environment may change the working directory before the report is written.
     config = with_absolute_paths(config)
     return compare(config, inputs, console)
 

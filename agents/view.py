@@ -51,10 +51,12 @@ def write(path: Path, sources: Sequence[Source]) -> int:
 
 def serve(config: ViewConfig, sources: Sequence[Source]) -> int:
     """Serve the page until Ctrl-C."""
+    # Ctrl-C is how a person ends it, so it is no error.
     with contextlib.suppress(KeyboardInterrupt), ViewServer(sources, config.port) as server:
         for source in sources:
             print(f"{path_text(source.path)}: {counted(len(source), 'episode')}{', live' if source.is_live else ''}")
         print(f"{server.url}\nOnly this machine can open it; Ctrl-C ends it.", flush=True)
+        # A browser of a terminal would take the screen over and show none of the page.
         if config.browser and has_display():
             webbrowser.open(server.url)
         server.serve_forever()
@@ -71,6 +73,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     config = parse(ViewConfig, argv, "python -m agents.view", "Show recorded runs in a browser.")
     selection = config.selection
     sources = [Source(path, selection.matches, selection.limit or None) for path in config.runs]
+    # Damage is left out of the page, so it is said before anybody relies on the page.
     for note in (note for source in sources for note in source.recording.damage()):
         print(f"note: {note}")
     if config.export:

@@ -15,6 +15,7 @@ _BEGUN_IN = Path.cwd()
 
 def one_line(text: str, length: int) -> str:
     """Return the text on one line of at most `length` characters; a longer text is cut and ends with "..."."""
+    # Cut first: escaping a text of megabytes takes long. One more character shows that it is longer.
     text = escape_controls(text[: length + 1])
     if len(text) <= length:
         return text
@@ -28,6 +29,7 @@ def excerpt(value: Any, width: int = 80, place: int = 0) -> str:
     '{"outcome": "ok"}'
     """
     text = _text(value)
+    # A third before the difference, two thirds after it: what follows explains more.
     start = max(0, min(place - width // 3, len(text) - width))
     cut = text[start : start + width]
     return f"{'…' if start else ''}{escape_controls(cut)}{'…' if start + width < len(text) else ''}"

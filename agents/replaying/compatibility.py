@@ -26,6 +26,7 @@ def find_spec(manifest: Manifest, env_id: str, registry: tuple[Path, ...]) -> En
     Raises:
         UserError: there is no such environment, or a registry is invalid.
     """
+    # Never `manifest.registry`: a file of that name here may be the stranger's, and names code to run.
     entries = load_registry(*registry)
     wanted = env_id or manifest.env.id
     if wanted in entries:
@@ -59,6 +60,7 @@ def env_notes(manifest: Manifest, spec: EnvSpec) -> list[str]:
     if values:
         notes.append(f"the entry of '{spec.id}' has other values: {values}")
     digest = spec.source_digest()
+    # Empty where the source could not be found, as of a class typed into a notebook.
     if digest != manifest.env_source and manifest.env_source:
         notes.append(
             f"the code of '{spec.id}' is not that of the recording: {digest} (recorded: {manifest.env_source})"

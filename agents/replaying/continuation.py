@@ -73,6 +73,7 @@ def run_fork(
     fork = open_fork(recording, episode, spec, folder, config)
     terminal = Terminal.standard()
     renderer = fork.renderer
+    # Absolute now: code of the environment may change the working directory.
     record = config.record and config.record.absolute()
     if record:
         check_record_folder(record)
@@ -82,6 +83,7 @@ def run_fork(
     for note in (*notes, *model_notes(recording.manifest, renderer)):
         terminal.say(f"note: {note}")
     try:
+        # Before anybody writes a turn: what follows depends on what was read.
         for text in changes_of(fork):
             terminal.say(f"--- not as recorded: {text}")
         if config.by == "model":
@@ -153,11 +155,13 @@ def fork_by_model(fork: Fork, folder: str, config: ForkConfig) -> tuple[Episode,
     from agents.engines.hf import HFEngine
     from agents.model.policy import PolicyModel
 
+    # Bars of loaded weights would stand between the lines of the episode.
     logging.disable_progress_bar()
     network = PolicyModel.load(folder)
     engine = HFEngine(network, fork.way.context_length, config.samples, config.device, max_wait_s=BATCH_WAIT_S)
     loop = fork.loop(engine, config.samples)
 
+    # One coroutine: the engine starts, plays and closes on one event loop.
     async def play() -> list[Trajectory]:
         await engine.start()
         try:
@@ -201,6 +205,7 @@ def _tabulate(trajectories: Sequence[Trajectory], terminal: Terminal) -> int:
     terminal.say(f"{'sample':<6}  {'reward':>7}  {'turns':>5}  {'written':>7}  end")
     for n, t in enumerate(trajectories):
         terminal.say(f"{n:<6}  {t.reward:>7.3g}  {len(t.turns):>5}  {t.num_model_tokens:>7}  {t.end_reason}")
+    # The mean of what would count in training; a broken episode has no reward.
     rewards = [t.reward for t in trajectories if t.end_reason.is_valid]
     if rewards:
         outcome = f"mean reward {sum(rewards) / len(rewards):.3g}, best {max(rewards):.3g}"

@@ -126,12 +126,14 @@ def checked_turn(episode: EpisodeRecord, config: ForkConfig) -> int:
     if turn > num_turns:
         fix = f"{episode.id} has {counted(num_turns, 'turn')}; 0 plays it from its start"
         raise UserError("--fork", f"must be at most {num_turns}", turn, fix)
+    # The environment never saw that turn, so there is no answer to continue from.
     if turn and (last := episode.turns[turn - 1]).finish != "stop":
         if last.finish == "length":
             why = "its tokens ran out"
         else:
             why = "the engine stopped"
         raise UserError("--fork", f"must be at most {turn - 1}", turn, f"turn {turn} was never finished: {why}")
+    # A person would have to play them all at once.
     if config.samples > 1 and config.by != "model":
         raise UserError("--samples", "must be 1 unless a model continues", config.samples, "add --by model")
     return turn
@@ -143,6 +145,7 @@ def way_of_fork(recorded: WayRecord, turn: int, config: ForkConfig) -> WayRecord
     Raises:
         UserError: they allow no further turn, or all samples would be equal.
     """
+    # A flag that is not given is None here, and the recorded value stays.
     names = {"max_turns", "max_new_tokens", "context_length", "temperature"}
     way = recorded.model_copy(update=config.model_dump(include=names, exclude_none=True))
     if way.max_turns <= turn:
@@ -161,6 +164,7 @@ def check_tokenizer(episode: EpisodeRecord, turn: int, renderer: Renderer) -> No
             text = renderer.decode(episode.ids[recorded.start : recorded.end])
         except (OverflowError, TypeError):  # ids outside the vocabulary
             text = ""
+        # In a broken episode, text and tokens may differ: that can be why it ended.
         if text != recorded.text and episode.end_reason.is_valid:
             rule = f"must have the tokenizer of the recording, where turn {number} is {recorded.text[:60]!r}"
             raise UserError("--model", rule, repr(text[:60]), "give the model that was recorded")

@@ -73,6 +73,7 @@ class RecordedEngine(StillEngine):
         self._num_opened += 1
         assert number < len(self.plays), f"session {number} is opened, {len(self.plays)} are recorded"
         async with AsyncExitStack() as stack:
+            # Opened before the first turn: the engine waits for as many requests as it has sessions.
             if self._after:
                 after = await stack.enter_async_context(self._after.session())
             else:
@@ -103,6 +104,7 @@ def _cut(completion: Completion, limit: int) -> Completion:
     if len(completion.ids) <= limit:
         return completion
     runs: list[tuple[int, int]] = []
+    # Each version keeps the tokens that it wrote, as far as the turn goes.
     for version, count in completion.versions:
         add_run(runs, version, min(count, limit - sum(tokens for _, tokens in runs)))
     return replace(
@@ -115,6 +117,7 @@ def _cut(completion: Completion, limit: int) -> Completion:
 
 
 def _finish(finish: str, episode: str) -> Literal["stop", "length", "abort"]:
+    # Written out, so that the type checker knows the result.
     if finish == "stop" or finish == "length" or finish == "abort":
         return finish
     fix = "take the recording as it was written"

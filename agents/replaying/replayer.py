@@ -63,6 +63,7 @@ class ReplayContext:
 
     def make_env(self, sample: Sample, way: WayRecord) -> Env:
         """Build an environment as the agent loop does."""
+        # The recorded one: recorded calls are written in it, whatever the model of today has.
         tool_format: ToolFormat = "qwen_xml" if self.source.manifest.tool_format == "qwen_xml" else "hermes"
         return self._build_env(private(sample), deepcopy(self.spec.args(way.max_turns, tool_format)))
 
@@ -94,10 +95,12 @@ class EnvReplayer:
         try:
             first = await env.open()
             end = await self._step_all(env, episode, way, results)
+            # Where the environment wants another turn, its reward is not final, unless a fault stopped the recording.
             if asks_reward(episode) and (end != CONTINUES or is_faulty(episode)):
                 reward = await env.reward(episode.turns[len(results) - 1].text if results else "")
         except ToolFault as fault:
             results.append(StepResult((), False, fault.info))
+            # As the agent loop scores a tool that the model broke.
             reward = self.context.limits.reward_min_val
             end = EndReason.TOOL_FAULT.value
             error = str(fault)
@@ -105,6 +108,7 @@ class EnvReplayer:
             end = _fault_end(fault)
             error = str(fault)
         finally:
+            # Last, after every end: processes and files of the episode are released.
             close_error = await env.close()
         texts = [turn.text for turn in episode.turns]
         return EpisodeResult(
@@ -127,6 +131,7 @@ class EnvReplayer:
         for number, turn in enumerate(episode.turns, 1):
             if turn.finish != "stop":
                 results.append(None)
+                # That end came later than this turn, whose tokens had run out.
                 is_cut = is_faulty(episode) or episode.end_reason is EndReason.INVALID_STREAM
                 return (EndReason.TOKEN_BUDGET if is_cut else episode.end_reason).value
             result = await env.step(turn.text)

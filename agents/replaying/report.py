@@ -39,6 +39,7 @@ class ReportHeader:
 
 def say(console: Console, text: str, style: str = "") -> None:
     """Print a line; markup in it has no effect."""
+    # `Text`, because a string would be read as markup of rich.
     console.print(Text(escape_controls(text), style), soft_wrap=True)
 
 
@@ -60,6 +61,7 @@ def totals(header: ReportHeader, summary: ReplaySummary) -> str:
         stream = "token streams compared, "
     else:
         stream = ""
+    # A replay of nothing may take no time by the rounded clock.
     if header.seconds:
         rate = summary.num_replayed / header.seconds
     else:
@@ -118,6 +120,7 @@ def _kinds_table(several: Sequence[EpisodeDifferences]) -> Table:
 
 def values(difference: Difference) -> tuple[str, str]:
     """Return both values of a difference as they are printed."""
+    # An empty value would look like a missing one.
     old, new = (value if value != "" else EMPTY for value in (difference.recorded, difference.replayed))
     if difference.kind == TOKENS:
         old, new = (" ".join(_token(each) for each in ids[:4]) or "the end" for ids in (old, new))
@@ -125,6 +128,7 @@ def values(difference: Difference) -> tuple[str, str]:
 
 
 def _token(each: Any) -> str:
+    # With a tokenizer, an id comes with its text.
     if isinstance(each, list):
         return f"{each[0]} {json.dumps(each[1], ensure_ascii=False)}"
     return str(each)

@@ -129,6 +129,7 @@ class Source:
             UserError: a line does not match the schema.
         """
         with self._lock:
+            # Before reading on: behind a rollback, a known place holds other lines.
             if not all(position.is_valid(self._file(name)) for name, position in self._positions.items()):
                 self._clear()
                 with contextlib.suppress(UserError):  # the manifest may be another run's now
@@ -210,6 +211,7 @@ class Source:
         """Read new outcomes or scores, up to an offset, and fill the cells of their episodes."""
         start = self._positions[name].offset
         for end, record in records_from(start):
+            # Its episode may have been written after the episodes were read.
             if end > until:
                 break
             index = self._indices.get(record.id)
@@ -253,6 +255,7 @@ class Source:
                 "num_episodes": len(self),
                 "first": seen.episodes,
                 "columns": {name: cells[seen.episodes :] for name, cells in self.columns.items()},
+                # Apart, because part of a character is bytes, which JSON does not have.
                 "tokens": {str(token.id): token.text for token in new if not token.hex},
                 "token_hex": {str(token.id): token.hex for token in new if token.hex},
                 "updates": self._updates(seen),
@@ -288,6 +291,7 @@ class Source:
             start, end = self.spans[index]
             found, text = next(read_gzip_lines(self._file(EPISODES), start), (0, b""))
             line = (read_object(text) if found == end else None) or {}
+            # A resumed run may have written another episode to the same place.
             if line.get("id") != self.columns["id"][index]:
                 raise LookupError(f"episode {index} is no longer at offset {start}")
             return line
