@@ -109,7 +109,7 @@ async def replay(
             on_episode()
         if differing and not episode.is_exact:
             # Today's environment got the texts that stand in the recording for values that JSON cannot hold.
-            summary.skip("their label or metadata are not JSON, so a difference proves nothing", episode.id)
+            summary.skip("whose label or metadata JSON cannot hold, so a difference proves nothing", episode.id)
             return
         summary.num_replayed += 1
         summary.num_turns += len(episode.turns)

@@ -287,7 +287,7 @@ def test_an_episode_whose_metadata_are_known_as_text_only_is_not_compared(
     outcome = replayed(Recording.open(tmp_path / "y"), spec, None)
     assert episode.is_exact and outcome.num_replayed == 1 and outcome.differing == []
     assert run([str(tmp_path / "y"), "--registry", spec.origin]) == 3
-    said = "1 not replayed, their label or metadata are not JSON, so a difference proves nothing: train-0-0"
+    said = "1 not replayed, whose label or metadata JSON cannot hold, so a difference proves nothing: train-0-0"
     assert said in capsys.readouterr().out
 
 
