@@ -200,7 +200,7 @@ def counting(console: Console, name: str) -> Iterator[Callable[[], None]]:
         def count() -> None:
             nonlocal played
             played += 1
-            # A line for each would cost more than an episode: a thousand are replayed in a second.
+            # Not at each: to draw the line can take longer than to replay an episode.
             if played % 64 == 0:
                 status.update(Text(f"{name}: {played} episodes"), spinner_style="")
 

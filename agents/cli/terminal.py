@@ -129,7 +129,7 @@ def expand_call(line: str, tool_format: ToolFormat) -> str:
         raise ValueError("no name")
     try:
         arguments = json.loads(body or "{}")
-    # RecursionError: 100,000 opening brackets are a line that somebody can paste.
+    # RecursionError: a line may be nothing but opening brackets.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the arguments are no JSON ({json_fault(error)})") from error
     if not isinstance(arguments, dict):

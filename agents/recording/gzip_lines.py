@@ -197,7 +197,7 @@ def _next_line(blocks: _Blocks, place: int, budget: _Budget) -> _Line | None:
         if budget.is_spent:
             return None
         budget.tries -= 1
-        # Three bytes are a header by chance once in 16 million places, so each is tried.
+        # Bytes of a header stand elsewhere too, by chance, so each place is tried.
         with contextlib.suppress(zlib.error):
             if line := _line(blocks, header, budget, most=MAX_LINE):
                 return replace(line, follows_damage=True)

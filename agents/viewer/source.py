@@ -38,7 +38,7 @@ from agents.viewer.strict_json import JSON, finite, read_object
 from envs.errors import UserError
 
 FORMAT = 1
-#: Numbers of 8 bytes that are kept so that an episode need not be read again for its score: twice as quick.
+#: Numbers of 8 bytes that are kept, so that most episodes need not be read again for their score.
 MAX_KEPT = 2**23
 R = TypeVar("R", OutcomeRecord, ScoreRecord)
 
