@@ -338,12 +338,3 @@ def test_ctrl_c_ends_the_episode_while_a_turn_is_waited_for(tmp_path: Path) -> N
         _, _, after = playing.output("stdout").partition("\n--- turn 1")[2].partition("\n")
         assert after == "--- interrupted\n"
         assert "Traceback" not in playing.output("stderr")
-
-
-@pytest.mark.slow
-def test_the_command_runs_as_a_module(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "agents.play", "--env", "guess", "--images", str(tmp_path)],
-        cwd=ROOT, input=":quit\n", capture_output=True, text=True,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "--- quit")

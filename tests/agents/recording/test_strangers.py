@@ -222,21 +222,21 @@ def test_a_message_that_is_none_is_refused_and_not_a_crash(content: object, fold
 
 def test_a_flipped_byte_costs_its_own_line_and_no_other(tmp_path: Path) -> None:
     noise = random.Random(0)
-    path, lines = tmp_path / "x.gz", [bytes([97 + n]) * 7 + noise.randbytes(30).hex().encode() for n in range(6)]
+    path, lines = tmp_path / "x.gz", [bytes([97 + n]) * 7 + noise.randbytes(30).hex().encode() for n in range(4)]
     file = GzipLines(path)
     for line in lines:
         file.append(line)
     file.close()
     whole, ends = path.read_bytes(), [end for end, _ in read_gzip_lines(path)]
     num_found = 0
-    for place in range(ends[4]):
+    for place in range(ends[2]):
         for bit in (1, 128):
             path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
             read, hit = [text[:-1] for _, text in read_gzip_lines(path)], sum(end <= place for end in ends)
             assert read in (lines, [*lines[:hit], *lines[hit + 1 :]]), (place, bit)
             assert num_skipped(path) == (read != lines)
             num_found += read != lines
-    assert num_found > 2 * ends[4] * 0.8  # the others change bytes of a header that say nothing, such as its time
+    assert num_found > 2 * ends[2] * 0.8  # the others change bytes of a header that say nothing, such as its time
 
 
 def test_lines_of_every_length_are_whole_wherever_reading_begins(tmp_path: Path) -> None:
