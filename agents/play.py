@@ -23,7 +23,9 @@ from agents.cli.terminal import (
 )
 from agents.cli.text import counted
 from agents.engines.scripted import ScriptedEngine
+from agents.recording.manifest import build_manifest
 from agents.recording.played import check_record_folder, record_played
+from agents.recording.schema import PLAY
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
 from agents.rendering.tokenizer_files import model_folder
@@ -106,7 +108,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     except (PlayerQuit, KeyboardInterrupt) as quit_by:
         return print_early_end(quit_by, terminal, config.record)
     if record:
-        record_played(record, [trajectory], spec, config.model, episode)
+        manifest = build_manifest(spec, renderer, config.model, {PLAY: episode})
+        record_played(record, [trajectory], manifest, renderer.encoder.spell)
         terminal.say(f"recorded in {config.record}")
     return print_summary(trajectory, terminal, gallery)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from agents.recording.manifest import build_manifest
 from agents.recording.recorder import Recorder
-from agents.recording.schema import MANIFEST, PLAY
-from agents.rollout.episode import Episode
+from agents.recording.schema import MANIFEST, PLAY, Manifest
 from agents.types import Trajectory
 from envs.errors import UserError
-from envs.spec import EnvSpec
 
 _FIX = "record in another folder"
 
@@ -31,9 +28,10 @@ def check_record_folder(folder: Path) -> None:
         raise UserError("--record", "must be a folder without a recording", str(folder), _FIX)
 
 
-def record_played(folder: Path, played: Sequence[Trajectory], spec: EnvSpec, model: str, loop: Episode) -> None:
-    """Record episodes of an environment; `loop` is the agent loop that played them, `model` the folder it was given."""
-    manifest = build_manifest(spec, loop.renderer, model, {PLAY: loop})
-    with Recorder(folder, manifest, loop.renderer.encoder.spell) as recorder:
+def record_played(
+    folder: Path, played: Sequence[Trajectory], manifest: Manifest, spell: Callable[[int], bytes] | None = None
+) -> None:
+    """Record episodes that were played in the way "play" of the manifest; `spell` is that of a `Recorder`."""
+    with Recorder(folder, manifest, spell) as recorder:
         for trajectory in played:
             recorder.write(trajectory, step=0, phase=PLAY, way=PLAY)

@@ -23,7 +23,9 @@ from agents.cli.terminal import (
 from agents.cli.text import counted
 from agents.engines.scripted import ScriptedEngine
 from agents.recording import EpisodeRecord, Recording
+from agents.recording.manifest import build_manifest
 from agents.recording.played import check_record_folder, record_played
+from agents.recording.schema import PLAY
 from agents.recording.selection import SelectionConfig, select_episodes
 from agents.rendering.renderer import Renderer
 from agents.rendering.tokenizer_files import model_folder
@@ -93,7 +95,8 @@ def run_fork(
     except (PlayerQuit, KeyboardInterrupt) as quit_by:
         return print_early_end(quit_by, terminal, config.record)
     if record:
-        record_played(record, trajectories, spec, model, loop)
+        manifest = build_manifest(spec, renderer, model, {PLAY: loop})
+        record_played(record, trajectories, manifest, renderer.encoder.spell)
         terminal.say(f"recorded in {config.record}")
     if len(trajectories) == 1:
         code = _report_one(fork, trajectories[0], terminal, gallery, config)
