@@ -60,6 +60,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     else:
         make = find_engine(config.engine, "ENGINE")
     console = Console()
+    # The logs of an engine's processes go there; its checks need none of them afterwards.
     with tempfile.TemporaryDirectory(prefix="engine-") as folder, console.status("") as status:
         setup = setup_of(
             config.model, Path(folder), config.dtype, config.device, config.context_length, config.max_batch
@@ -74,7 +75,11 @@ def run(argv: Sequence[str] | None = None) -> int:
             on_check=lambda name: status.update(Text(f"{config.engine}: {name}")),
         )
     code = print_findings(
-        config.engine.rpartition("/")[2], f"on {config.model}, {config.dtype}, {config.device}", findings, console
+        # The name of the file says enough; its folder would fill the line.
+        config.engine.rpartition("/")[2],
+        f"on {config.model}, {config.dtype}, {config.device}",
+        findings,
+        console,
     )
     if any("did not end" in finding.detail for finding in findings):  # a thread of the engine may never end
         sys.stdout.flush()

@@ -23,8 +23,8 @@ from agents.cli.terminal import (
 )
 from agents.cli.text import counted
 from agents.engines.scripted import ScriptedEngine
-from agents.recording.attempts import check_record_folder, record_attempts
 from agents.recording.manifest import build_manifest
+from agents.recording.played import check_record_folder, record_played
 from agents.recording.schema import PLAY
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
@@ -67,12 +67,14 @@ def run(argv: Sequence[str] | None = None) -> int:
     config = parse(PlayConfig, argv, "python -m agents.play", description)
     spec = get_spec(config.env, *config.registry)
     build_env = load_env(spec)
+    # Only as many problems as the index needs: a data set may be drawn or downloaded one by one.
     source = open_problems(spec, config.problems, config.index + 1)
     if 0 < len(source) <= config.index:
         fix = f"the data has {len(source)} problem{'' if len(source) == 1 else 's'}, counted from 0"
         raise UserError("--index", f"must be at most {len(source) - 1}", config.index, fix)
     sample = read_sample(spec, source, config.index)
     renderer = Renderer.from_checkpoint(model_folder(config.model))
+    # A model writes calls in the format of its chat template, and so does the person.
     tool_format = detect_format(renderer.chat_template)
     args = spec.args(config.max_turns, tool_format)
     terminal = Terminal.standard()
@@ -86,23 +88,29 @@ def run(argv: Sequence[str] | None = None) -> int:
         SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids),
         thinking=thinking,
     )
-    manifest = build_manifest(spec, renderer, config.model, {PLAY: episode})
+    # Absolute now: code of the environment may change the working directory while it plays.
     record = config.record and config.record.absolute()
     if record:
-        check_record_folder(record, manifest)
+        # Before the first turn: nobody plays an episode that cannot be kept.
+        check_record_folder(record)
     terminal.say(f"{spec.id}: {spec.description}\nsample {sample.id}, {counted(args.max_turns, 'turn')}\n{HELP}\n---")
     gallery.save(message_images(sample.prompt), "prompt")
     try:
         trajectory = run_interruptible(
             episode.run(
-                sample, lambda: player.watch(build_env(sample, args)), seed=config.problems.seed, group=config.index
+                # The index is the number of the problem, so the recording names it as a run would.
+                sample,
+                lambda: player.watch(build_env(sample, args)),
+                seed=config.problems.seed,
+                group=config.index,
             )
         )
     except (PlayerQuit, KeyboardInterrupt) as quit_by:
         return print_early_end(quit_by, terminal, config.record)
     if record:
-        for note in (*record_attempts(record, [trajectory], manifest, renderer), f"recorded in {config.record}"):
-            terminal.say(note)
+        manifest = build_manifest(spec, renderer, config.model, {PLAY: episode})
+        record_played(record, [trajectory], manifest, renderer.encoder.spell)
+        terminal.say(f"recorded in {config.record}")
     return print_summary(trajectory, terminal, gallery)
 
 

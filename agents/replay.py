@@ -27,22 +27,13 @@ from agents.replaying.compatibility import env_notes, find_spec, model_notes
 from agents.replaying.continuation import only_episode, run_fork
 from agents.replaying.fork import ForkConfig
 from agents.replaying.replayer import EnvReplayer, ReplayContext, Replayer
-from agents.replaying.report import (
-    ReportHeader,
-    as_json,
-    print_report,
-    print_rescoring,
-    rescoring_as_json,
-    write_report,
-)
-from agents.replaying.rescore import rescore
+from agents.replaying.report import ReportHeader, as_json, print_report, write_report
 from agents.replaying.runner import ReplaySummary, replay
 from agents.replaying.stream_replayer import StreamReplayer, token_texts
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section, with_absolute_paths
 from envs.console import Console
 from envs.errors import UserError
-from envs.grading import GraderReference
 from envs.spec import EnvSpec
 
 #: The exit code if nothing is known to differ, but some episodes could not be read or compared.
@@ -62,10 +53,6 @@ class ReplayConfig(Section):
         description=f"model folder whose tokenizer and template are used to compare the token streams too; 'starter': "
         f"the bundled model, '{RECORDED}': the recording's model; empty: token streams are not compared",
     )
-    turn: int | None = Field(default=None, ge=1, description="replay up to this turn; empty: whole episodes")
-    rescore: GraderReference | None = Field(
-        default=None, description="compute the rewards with this grader, and compare only the rewards; empty: no"
-    )
     max_concurrent: int = Field(default=64, ge=1, description="episodes to replay at the same time")
     show: int = Field(default=10, ge=0, description="how many differing episodes to list")
     report: Path | None = Field(default=None, description="JSON file for the full report; empty: none")
@@ -79,6 +66,7 @@ def open_source(config: ReplayConfig, spec: EnvSpec | None = None) -> tuple[Reco
     Raises:
         UserError: there is no recording or no such environment.
     """
+    # The spec is given from Python, where an environment need not be in a registry.
     source = Recording.open(config.run)
     spec = spec or find_spec(source.manifest, config.env, config.registry)
     return source, spec, [*env_notes(source.manifest, spec), *source.damage()]
@@ -92,6 +80,7 @@ def open_renderer(config: ReplayConfig, source: Recording) -> Renderer | None:
     """
     if not config.model:
         return None
+    # The options of the recorded run, such as `enable_thinking`, change every prompt.
     return Renderer.from_checkpoint(model_folder(named_model(config, source)), source.manifest.template_options)
 
 
@@ -102,6 +91,7 @@ def named_model(config: ReplayConfig, source: Recording) -> str:
         UserError: no model is named.
     """
     recorded = source.manifest.model
+    # A path in a stranger's recording could name any file of this machine, so the user says it.
     if not config.model and recorded != "starter":
         fix = f"give its folder, or '--model {RECORDED}' for that of the recording ({recorded or 'which names none'})"
         raise UserError("--model", "must be given: no path is taken from a recording", "nothing", fix)
@@ -133,18 +123,17 @@ class ReplayInputs:
         """Return the header of the report on a replay that began at a time of `perf_counter`."""
         seconds = round(time.perf_counter() - began, 3)
         model = config.model if self.renderer else ""
-        return ReportHeader(config.run, self.context.spec.id, model, self.notes, config.turn, seconds)
+        return ReportHeader(config.run, self.context.spec.id, model, self.notes, seconds)
 
 
 def open_all(config: ReplayConfig, spec: EnvSpec | None = None) -> ReplayInputs:
     """Open recording, environment (if `spec` is not it) and model. Raises `UserError` if one cannot be opened."""
     source, spec, notes = open_source(config, spec)
     manifest = source.manifest
-    if config.rescore is not None:
-        spec = spec.model_copy(update={"grader": config.rescore})
     renderer = open_renderer(config, source)
     if renderer:
         notes += model_notes(manifest, renderer)
+    # Counted before the replay: the report says it even where every episode that was read is equal.
     damaged = num_skipped(source.folder / EPISODES)
     return ReplayInputs(source, ReplayContext(source, spec), renderer, tuple(notes), damaged)
 
@@ -164,12 +153,13 @@ def replay_all(
         replay(
             inputs.replayer,
             select_episodes(inputs.source.episodes(), config.selection),
-            config.turn,
             config.max_concurrent,
+            # Without a tokenizer, ids stand for themselves.
             (lambda ids: token_texts(renderer, ids)) if renderer else list,
             on_episode,
         )
     )
+    # A damaged place may have held an episode that differs, so the result is not complete.
     summary.num_damaged = inputs.num_damaged
     return summary
 
@@ -183,6 +173,7 @@ def compare(config: ReplayConfig, inputs: ReplayInputs, console: Console) -> int
     print_report(header, summary, config.show, console)
     if config.report:
         write_report(config.report, as_json(header, summary))
+    # After the report, whose lines say why each episode was left out.
     check_any(summary, config)
     if summary.differing:
         return 1
@@ -191,28 +182,8 @@ def compare(config: ReplayConfig, inputs: ReplayInputs, console: Console) -> int
     return NOT_ALL
 
 
-def regrade(config: ReplayConfig, inputs: ReplayInputs, grader: str, console: Console) -> int:
-    """Replay with another grader, print both rewards, and return the exit code: 0, or 3 if some were left out."""
-    began = time.perf_counter()
-    with counting(console, inputs.context.spec.id) as count:
-        episodes = select_episodes(inputs.source.episodes(), config.selection)
-        rescoring = asyncio.run(rescore(EnvReplayer(inputs.context), episodes, config.max_concurrent, count))
-    header = inputs.header(config, began)
-    print_rescoring(header, rescoring, grader, config.show, console)
-    if config.report:
-        write_report(config.report, rescoring_as_json(header, rescoring, grader))
-    check_any(rescoring.summary, config)
-    rescoring.summary.num_damaged = inputs.num_damaged
-    if rescoring.summary.is_complete:
-        return 0
-    return NOT_ALL
-
-
 def fork(config: ReplayConfig) -> int:
     """Continue one episode from a turn; return the exit code."""
-    if config.rescore is not None or config.turn:
-        flag = "--turn" if config.turn else "--rescore"
-        raise UserError("--fork", f"must be given without {flag}", config.fork.fork, f"leave {flag} out")
     source, spec, notes = open_source(config)
     if config.fork.by == "model" and not config.model:
         raise UserError("--model", "must name the model for --by model", "none", "give a model or run folder")
@@ -229,6 +200,7 @@ def counting(console: Console, name: str) -> Iterator[Callable[[], None]]:
         def count() -> None:
             nonlocal played
             played += 1
+            # Not at each: to draw the line can take longer than to replay an episode.
             if played % 64 == 0:
                 status.update(Text(f"{name}: {played} episodes"), spinner_style="")
 
@@ -248,16 +220,12 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, replay, report."""
     description = "Replay recorded episodes through an environment."
     config = parse(ReplayConfig, argv, "python -m agents.replay", description)
-    if config.rescore is not None and (config.model or config.turn):
-        flag = "--model" if config.model else "--turn"
-        raise UserError("--rescore", f"must be given without {flag}", config.rescore, f"leave {flag} out")
     if config.fork.fork is not None:
         return fork(config)
     console = Console()
     inputs = open_all(config)
+    # Code of the environment may change the working directory before the report is written.
     config = with_absolute_paths(config)
-    if config.rescore is not None:
-        return regrade(config, inputs, config.rescore, console)
     return compare(config, inputs, console)
 
 

@@ -47,6 +47,7 @@ class EndReason(StrEnum):
     @property
     def is_valid(self) -> bool:
         """Whether the reward says something about the policy; other episodes are in no statistics and no loss."""
+        # A broken tool call is the policy's own act and has a reward, so it teaches.
         return self in (EndReason.COMPLETED, EndReason.TOOL_FAULT) or self.is_truncated
 
     @property
@@ -111,6 +112,7 @@ class ProcessedImage:
         if self.resized is None:
             raise ValueError(f"image {self.digest} was made without its image")
         file = io.BytesIO()
+        # Level 1: the file goes to a process on the same host, where time counts more than bytes.
         self.resized.save(file, "PNG", compress_level=1)
         return file.getvalue()
 
@@ -118,6 +120,7 @@ class ProcessedImage:
     def num_bytes(self) -> int:
         """Bytes of memory that the image takes, including a PNG file as large as its pixels."""
         width, height = self.resized.size if self.resized else (0, 0)
+        # Three bytes a pixel, once as the image and once as its PNG file.
         return self.pixels_PD.nbytes + 2 * 3 * width * height
 
 
@@ -146,6 +149,7 @@ class SamplingParams:
     @property
     def distribution(self) -> SamplingDistribution:
         """The distribution under which log-probs are reported and trained."""
+        # At temperature 0 there is no distribution; the trainer takes that of the plain logits.
         return SamplingDistribution(self.temperature or 1.0, self.suppressed_ids)
 
 
@@ -162,6 +166,7 @@ class GenerateRequest:
 
 def add_run(runs: list[tuple[int, int]], version: int, count: int) -> None:
     """Append `count` tokens to runs of (weight version, tokens); neighbours of one version become one run."""
+    # One run a version: a pause for weights that did not change leaves no seam.
     if runs and runs[-1][0] == version:
         count += runs.pop()[1]
     if count:
@@ -235,7 +240,9 @@ def messages_before_turns(
     >>> messages_before_turns(said, 1, [["Score 0.0"], ["Score 1.0"]])
     [{'role': 'user'}, {'role': 'tool'}]
     """
+    # Each turn is its own message and its answers; an empty answer is one empty message.
     num_after = sum(1 + max(1, len(answer)) for answer in observations)
+    # The last answer is not in the conversation where no turn could follow it.
     if observations and messages and messages[-1].get("role") == "assistant":
         num_after -= max(1, len(observations[-1]))
     return messages[: max(num_prompt, len(messages) - num_after)]
@@ -300,6 +307,7 @@ class Trajectory:
         earned = [turn.reward for turn in self.turns]
         if not earned:
             return ()
+        # A difference, so that the parts add up to `reward` in floating point too.
         return (*earned[:-1], self.reward - math.fsum(earned[:-1]))
 
     @property
@@ -357,4 +365,5 @@ class TrajectoryGroup:
     @property
     def is_dropped(self) -> bool:
         """Whether the group teaches nothing, because it has no two valid trajectories to compare."""
+        # An advantage compares episodes of one problem; a single one has nothing to be compared with.
         return len(self.valid) < 2

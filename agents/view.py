@@ -21,7 +21,6 @@ from agents.viewer.server import ViewServer
 from agents.viewer.source import Source
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
-from envs.errors import UserError
 
 
 class ViewConfig(Section):
@@ -35,37 +34,15 @@ class ViewConfig(Section):
     export: Path | None = Field(
         default=None, description="HTML file to write, with all data inside; empty: serve the page"
     )
-    max_episodes: int = Field(default=20_000, ge=1, description="largest number of episodes to export")
     port: int = Field(default=0, ge=0, le=65535, description="port of the server; 0: a free one")
-    live: bool | None = Field(
-        default=None,
-        description="show new episodes as they come, and wait for a run that is not there yet; empty: until it ends",
-    )
     browser: bool = Field(default=True, description="open the page in a browser if there is a display")
     selection: SelectionConfig = SelectionConfig()
 
 
-def open_source(run: Path, live: bool | None, selection: SelectionConfig) -> Source:
-    """Return a run with the selected episodes.
-
-    Raises:
-        UserError: there is no recording, and `live` is not True.
-    """
-    try:
-        return Source(run, live, selection.matches, selection.limit or None)
-    except UserError as error:
-        if live is not None or error.got not in ("none", "no such folder"):
-            raise
-        raise UserError(error.field, error.rule, error.got, f"{error.fix}, or wait for it with --live") from None
-
-
-def write(path: Path, config: ViewConfig, sources: Sequence[Source]) -> int:
+def write(path: Path, sources: Sequence[Source]) -> int:
     """Write the page to a file and print its size."""
     for source in sources:
         source.check_has_episodes()
-        if len(source) > config.max_episodes:
-            fix = "choose some (--max-reward 0, --step 10, --limit 1000), or raise --max-episodes"
-            raise UserError("--export", f"must hold at most {config.max_episodes} episodes", len(source), fix)
     size = export(path, sources)
     counts = " and ".join(f"{counted(len(source), 'episode')} of {path_text(source.path)}" for source in sources)
     print(f"{path_text(path)}: {counts}, {size / 1e6:.1f} MB")
@@ -74,10 +51,12 @@ def write(path: Path, config: ViewConfig, sources: Sequence[Source]) -> int:
 
 def serve(config: ViewConfig, sources: Sequence[Source]) -> int:
     """Serve the page until Ctrl-C."""
+    # Ctrl-C is how a person ends it, so it is no error.
     with contextlib.suppress(KeyboardInterrupt), ViewServer(sources, config.port) as server:
         for source in sources:
             print(f"{path_text(source.path)}: {counted(len(source), 'episode')}{', live' if source.is_live else ''}")
         print(f"{server.url}\nOnly this machine can open it; Ctrl-C ends it.", flush=True)
+        # A browser of a terminal would take the screen over and show none of the page.
         if config.browser and has_display():
             webbrowser.open(server.url)
         server.serve_forever()
@@ -92,12 +71,13 @@ def has_display() -> bool:
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags, then write or serve the page."""
     config = parse(ViewConfig, argv, "python -m agents.view", "Show recorded runs in a browser.")
-    live = False if config.export else config.live
-    sources = [open_source(path, live, config.selection) for path in config.runs]
-    for note in (note for source in sources if source.recording for note in source.recording.damage()):
+    selection = config.selection
+    sources = [Source(path, selection.matches, selection.limit or None) for path in config.runs]
+    # Damage is left out of the page, so it is said before anybody relies on the page.
+    for note in (note for source in sources for note in source.recording.damage()):
         print(f"note: {note}")
     if config.export:
-        return write(config.export, config, sources)
+        return write(config.export, sources)
     return serve(config, sources)
 
 

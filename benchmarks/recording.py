@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from agents.recording import EPISODES, OUTCOMES, SCORES, TOKENS, Manifest, Recorder, Recording
-from agents.recording.parquet import write_parquet
 from agents.types import EndReason, Trajectory, Turn
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
 from envs.registry import get_spec
@@ -61,15 +60,10 @@ def sizes(run: Path) -> dict[str, Any]:
     parts = {name: (recording.folder / name).stat().st_size for name in (EPISODES, OUTCOMES, SCORES, TOKENS)}
     with gzip.open(recording.folder / EPISODES) as lines:
         plain = sum(map(len, lines))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "x.parquet"
-        write_parquet(recording, path)
-        parquet = path.stat().st_size
     forms = {
         **parts,
         "all of it but pictures": sum(parts.values()),
         "episodes as plain JSON lines": plain,
-        "one Parquet file, pictures in every row": parquet,
         "ids, mask and two log-probs as plain arrays": 13 * num_tokens,
     }
     return {

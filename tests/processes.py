@@ -26,7 +26,7 @@ _CONTEXT.set_forkserver_preload(
     [
         "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.qwen3_vl.modeling_qwen3_vl",
         "trainer.run", "trainer.loop", "trainer.sft", "trainer.evaluate", "trainer.learner.fsdp_learner",
-        "agents.engines.hf", "agents.play", "agents.replay", "agents.show", "agents.view", "envs.check", "envs.new",
+        "agents.engines.hf", "agents.play", "agents.replay", "agents.view", "envs.check", "envs.new",
     ]
 )  # fmt: skip
 

@@ -13,7 +13,6 @@ import pytest
 
 import envs.check
 from agents.replay import ReplayConfig
-from agents.show import ShowConfig
 from agents.view import ViewConfig
 from envs.config.cli import leaves
 from tests.pages import code_block
@@ -73,7 +72,7 @@ def test_the_environment_of_the_readme_trains(shop: Path, checkpoint: Path) -> N
 
 
 def test_every_flag_in_the_readme_exists() -> None:
-    models = (RunConfig, SftConfig, EvaluateConfig, ReplayConfig, ViewConfig, ShowConfig)
+    models = (RunConfig, SftConfig, EvaluateConfig, ReplayConfig, ViewConfig)
     flags = {"--" + path[-1].replace("_", "-") for model in models for path, _ in leaves(model)}
     # Of pip, the demonstrations, the computed memory, and every command.
     others = {"--index-url", "--num", "--out", "--gpus", "--memory-gib", "--help"}

@@ -29,7 +29,6 @@ COMMANDS = {
     "list": ("envs.list", "List the environments of the registry."),
     "play": ("agents.play", "Play an environment in the terminal."),
     "replay": ("agents.replay", "Replay recorded episodes through an environment."),
-    "show": ("agents.show", "Show a recorded run in the terminal."),
     "view": ("agents.view", "Show recorded runs in a browser."),
 }
 

@@ -258,8 +258,6 @@ class ReplayKeywords(ViewKeywords, total=False):
 
     registry: Place | Sequence[Place]
     model: Place
-    turn: int | None
-    rescore: Literal["math", "geo3k_strict", "geo3k_tolerance"] | Code | None
     max_concurrent: int
     limit: int
     max_turns: int | None
@@ -270,7 +268,6 @@ class ForkKeywords(TypedDict, total=False):
 
     temperature: float | None
     seed: int | None
-    engine: Literal["hf"] | Code
     device: str
     max_turns: int | None
     max_new_tokens: int | None

@@ -15,12 +15,12 @@ from agents.recording.selection import SelectionConfig
 from agents.rendering.tokenizer_files import model_folder
 from agents.replay import ReplayConfig, named_model, open_all, replay_all
 from agents.replaying.compatibility import find_spec
-from agents.replaying.continuation import fork_by_model, only_episode, open_fork
+from agents.replaying.continuation import changes_of, fork_by_model, only_episode, open_fork
 from agents.replaying.fork import ForkConfig
 from agents.replaying.runner import ReplaySummary
 from agents.types import Trajectory
-from agents.view import open_source
 from agents.viewer.export import export
+from agents.viewer.source import Source
 from envs.errors import UserError
 from envs.safe_text import escape_lines
 from trueturn.arguments import NOT_GIVEN, public
@@ -64,7 +64,7 @@ def replay(
     return run_blocking(work)
 
 
-@public(run="recorded", fork="turn", id="episode", without=("by", "script", "images", "record"))
+@public(run="recorded", fork="turn", id="episode", without=("by", "images", "record"))
 def fork(
     recorded: HasFolder | str | Path,
     episode: str,
@@ -105,10 +105,9 @@ def fork(
         folder = model_folder(named_model(ReplayConfig(run=folder_of(recorded), model=folder_of(model)), recording))
         selected = only_episode(recording, SelectionConfig(id=(episode,)))
 
-        def say(text: str) -> None:
-            print(escape_lines(f"not as recorded: {text}"))
-
-        forked = open_fork(recording, selected, spec, folder, config, say)
+        forked = open_fork(recording, selected, spec, folder, config)
+        for change in changes_of(forked):
+            print(escape_lines(f"not as recorded: {change}"))
         return fork_by_model(forked, folder, config)[1]
 
     return run_blocking(work)
@@ -160,7 +159,7 @@ def view(
     if not 1 <= len(recorded) <= 2:
         raise UserError("recorded=", "must be one run, or two to compare", len(recorded), "give a run")
     chosen = config_of(SelectionConfig, None, {"limit": limit, **selection})
-    sources = [open_source(Path(folder_of(each)), False, chosen) for each in recorded]
+    sources = [Source(Path(folder_of(each)), chosen.matches, chosen.limit) for each in recorded]
     for source in sources:
         source.check_has_episodes()
     if path:

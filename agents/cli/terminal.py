@@ -59,6 +59,7 @@ class Terminal:
     @classmethod
     def standard(cls) -> Terminal:
         """Return the terminal of the command; characters that it cannot decode or show are replaced."""
+        # A terminal that knows ASCII alone must end no episode with an encoding error.
         for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors=errors)
@@ -78,10 +79,12 @@ class Terminal:
         lines: list[str] = []
         while True:
             line = self._read()
+            # An empty read is the end of the input; after text of a turn, it ends the turn.
             if not line and not lines:
                 raise PlayerQuit if self.source.isatty() else InputEnded
             if not line:
                 break
+            # Files of Windows end their lines with both.
             line = line.removesuffix("\n").removesuffix("\r")
             if line == "." or (not line and not lines):
                 break
@@ -93,6 +96,7 @@ class Terminal:
                 except ValueError as error:
                     self.say(f'not understood: {error}; write :call NAME {{"argument": "value"}}')
                 continue
+            # A mistyped command must not become a turn of the episode.
             if not lines and (unknown := re.match(r":[A-Za-z]\w*", line)):
                 self.say(f"not understood: {unknown[0]} is no command, :call and :quit are; a space in front sends it")
                 continue
@@ -106,6 +110,7 @@ class Terminal:
             print(self.mark, end="", file=self.target, flush=True)
         try:
             line = self.source.readline()
+        # asyncio would take a KeyboardInterrupt for its own and leave the environment open.
         except KeyboardInterrupt as pressed:
             raise PlayerInterrupted from pressed
         if line and not is_typed:
@@ -124,6 +129,7 @@ def expand_call(line: str, tool_format: ToolFormat) -> str:
         raise ValueError("no name")
     try:
         arguments = json.loads(body or "{}")
+    # RecursionError: a line may be nothing but opening brackets.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the arguments are no JSON ({json_fault(error)})") from error
     if not isinstance(arguments, dict):
@@ -146,6 +152,7 @@ class Gallery:
     @classmethod
     def named(cls, folder: Path, name: str) -> Gallery:
         """Return a gallery for an episode; characters of its name that a file name must not have become "_"."""
+        # Ids come from data sets and recordings: they may hold slashes.
         return cls(folder, re.sub(r"[^A-Za-z0-9_.-]", "_", name))
 
     def save(self, images: Sequence[Image.Image], where: str) -> None:
@@ -174,11 +181,13 @@ class _ObservedEnv(Wrapper):
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         self._num_steps += 1
         result = super().step(response_text)
+        # A step of another form is a fault, which the agent loop reports.
         if isinstance(result, tuple) and len(result) == 3:
             self.info = result[2]
         return result
 
     def format_observation(self, observation: dict[str, Any]) -> Sequence[Message]:
+        # Checked as the agent loop does it, because images are saved from here before it sees them.
         messages = checked_messages(super().format_observation(observation))
         self.unsaved.append((f"turn{self._num_steps}" if self._num_steps else "start", messages))
         return messages
@@ -214,6 +223,7 @@ class TerminalPlayer:
 
     def watch(self, env: EpisodeEnv) -> EpisodeEnv:
         """Return the environment wrapped, so that the player sees its answers."""
+        # The agent loop names the missing method better than an error of the wrapper.
         if not can_be_wrapped(env):
             return env
         self.env = _ObservedEnv(env)
@@ -224,6 +234,7 @@ class TerminalPlayer:
         assert self.env is not None, "the environment is built before the first turn"
         if turn > 0:
             self.terminal.say(f"--- the environment answers turn {turn}: done False, {format_info(self.env.info)}")
+        # Saved only now: an episode that ends in its reset shows no image to anybody.
         for where, messages in self.env.unsaved:
             self.gallery.save(message_images(messages), where)
         self.env.unsaved = []
@@ -231,6 +242,7 @@ class TerminalPlayer:
         self.terminal.say(f"--- turn {turn + 1}, {request.max_new_tokens} tokens left")
         text = self.terminal.ask(self.tool_format)
         if self.thinking:
+            # A template may open a thought; the environment only gets what follows its end.
             text = self.thinking.without_thought(text)
         written = self.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
         self._num_read = len(request.ids) + len(written) + 1  # the engine adds the stop token
@@ -252,6 +264,7 @@ def format_info(info: Any) -> str:
         calls = info.get("tool_calls")
     else:
         calls = None
+    # An environment may put anything there, so no form is relied upon.
     if not isinstance(calls, list) or not calls or not all(isinstance(call, Mapping) for call in calls):
         return f"info {info}"
     rest = {key: value for key, value in info.items() if key != "tool_calls"}
@@ -295,6 +308,7 @@ def print_summary(trajectory: Trajectory, terminal: Terminal, gallery: Gallery) 
 
 def print_early_end(quit_by: PlayerQuit | KeyboardInterrupt, terminal: Terminal, record: Path | None) -> int:
     """Print why an episode did not end, and that `record`, if any, has nothing of it; return the exit code."""
+    # 130: what shells report for a program that Ctrl-C ended.
     code = 130
     said = "interrupted"
     if isinstance(quit_by, InputEnded):

@@ -7,29 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from agents.rollout.stream import first_difference
-from envs.safe_text import escape_controls, escape_lines
+from envs.safe_text import escape_controls
 
-#: A longer text is cut in the middle; `MAX_END` characters of its end stay.
-MAX_SHOWN = 4000
-MAX_END = 1000
 #: Code of an environment may change the working directory later.
 _BEGUN_IN = Path.cwd()
 
 
 def one_line(text: str, length: int) -> str:
     """Return the text on one line of at most `length` characters; a longer text is cut and ends with "..."."""
+    # Cut first: escaping a text of megabytes takes long. One more character shows that it is longer.
     text = escape_controls(text[: length + 1])
     if len(text) <= length:
         return text
     return text[: length - 3] + "..."
-
-
-def shorten_middle(text: str, full: bool) -> str:
-    """Return the text, safe to print; unless `full`, a note replaces the middle of a long text."""
-    if full or len(text) <= MAX_SHOWN:
-        return escape_lines(text)
-    note = f"[... {len(text) - MAX_SHOWN:,} characters more; --full shows them ...]"
-    return f"{escape_lines(text[: MAX_SHOWN - MAX_END])}\n{note}\n{escape_lines(text[-MAX_END:])}"
 
 
 def excerpt(value: Any, width: int = 80, place: int = 0) -> str:
@@ -39,6 +29,7 @@ def excerpt(value: Any, width: int = 80, place: int = 0) -> str:
     '{"outcome": "ok"}'
     """
     text = _text(value)
+    # A third before the difference, two thirds after it: what follows explains more.
     start = max(0, min(place - width // 3, len(text) - width))
     cut = text[start : start + width]
     return f"{'…' if start else ''}{escape_controls(cut)}{'…' if start + width < len(text) else ''}"

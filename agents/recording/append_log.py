@@ -30,11 +30,13 @@ def rewind(path: Path, size: int) -> Path | None:
     if found < size:
         fix = "give a copy of the whole run folder"
         raise UserError("--resume", f"must hold a {path.name} of at least {size} bytes", f"{found} in {path}", fix)
+    # Most files of a checkpoint that ended well have nothing behind it.
     if found == size:
         return None
     folder = path.parent / ABANDONED
     folder.mkdir(exist_ok=True)
     kept = folder / f"{path.stem}-{size}-{found}{path.suffix}"
+    # Two steps, each whole on disk before the next: a kill between them loses no byte.
     being_written = kept.with_suffix(".part")
     with path.open("rb") as source, being_written.open("wb") as target:
         source.seek(size)

@@ -62,6 +62,7 @@ class GzipLines:
 
     def append(self, line: bytes) -> None:
         """Write one line, which must hold no line break."""
+        # mtime 0: the same episodes give the same bytes, so goldens can be compared.
         self._file.write(gzip.compress(line + b"\n", LEVEL, mtime=0))
         self._file.flush()
 
@@ -148,6 +149,7 @@ class _Blocks:
     def at(self, place: int, least: int = 1) -> memoryview:
         """Return at least so many bytes from a place on; fewer at the end of the file."""
         if not self._start <= place <= self._start + len(self._block) - least:
+            # `pread` has no position to share: the server reads one file for several requests.
             self._block = memoryview(os.pread(self._file.fileno(), _BLOCK, place))
             self._start = place  # only once it is read
         return self._block[place - self._start :]
@@ -166,14 +168,17 @@ def _line(blocks: _Blocks, place: int, budget: _Budget, most: float = math.inf) 
     size = 0
     text = None
     try:
+        # In pieces: a member of a few kB may unpack to gigabytes.
         while not reader.eof:
             block = blocks.at(place)
             piece = reader.decompress(block, _BLOCK)
+            # The end of the file within a member is part of a line, which may still be written.
             if (not block and not piece) or size > most or size > MAX_LINE + budget.num_bytes:
                 return None
             # At the end of the member, both are set.
             place += len(block) - len(reader.unused_data if reader.eof else reader.unconsumed_tail)
             size += len(piece)
+            # A line that is too long is read to its end, to find the next, but is not held.
             if size <= MAX_LINE:
                 pieces.append(piece)
             else:
@@ -192,6 +197,7 @@ def _next_line(blocks: _Blocks, place: int, budget: _Budget) -> _Line | None:
         if budget.is_spent:
             return None
         budget.tries -= 1
+        # Bytes of a header stand elsewhere too, by chance, so each place is tried.
         with contextlib.suppress(zlib.error):
             if line := _line(blocks, header, budget, most=MAX_LINE):
                 return replace(line, follows_damage=True)
@@ -204,4 +210,5 @@ def _headers(blocks: _Blocks, place: int) -> Iterator[int]:
         found = block.find(_HEADER)
         if found >= 0:
             yield place + found
+        # A header may lie across the end of a block, so its last bytes are read again.
         place += found + 1 if found >= 0 else len(block) - len(_HEADER) + 1

@@ -28,7 +28,9 @@ def read_image(path: Path) -> tuple[bytes, Image.Image]:
         content = read_regular(path, MAX_BYTES)
     except OSError as error:
         raise UserError(str(path), "must be a readable image", error.strerror or str(error), _FIX) from error
+    # PNG alone: other decoders, such as that of EPS, run programs.
     image = decode_image(content, str(path), formats=("PNG",))
+    # A stranger could put another image in its place, and a replay would blame the environment.
     if (digest := image_digest(image)) != path.stem:
         raise UserError(str(path), "must be the image that was recorded", f"pixels of hash {digest}", _FIX)
     return content, image
@@ -55,6 +57,7 @@ class DecodedImages:
             self.num_bytes += image_bytes(self._images[path])
         self._images.move_to_end(path)
         image = self._images[path]
+        # At least one stays, or an image over the bound could never be read.
         while self.num_bytes > self.max_bytes and len(self._images) > 1:
             self.num_bytes -= image_bytes(self._images.popitem(last=False)[1])
         return image

@@ -26,10 +26,12 @@ def to_json(value: Any, depth: int = MAX_DEPTH) -> Any:
         return {shown(key): to_json(item, depth - 1) for key, item in value.items()}
     if depth and isinstance(value, list | tuple):
         return [to_json(item, depth - 1) for item in value]
+    # Python refuses to print integers of thousands of digits, and readers to parse them.
     if type(value) is int and value.bit_length() > MAX_BITS:
         return shown(hex(value))
     if type(value) is float and not math.isfinite(value):
         return repr(value)
+    # Exact types: a subclass, such as a NumPy float, may print itself otherwise.
     if value is None or type(value) in (bool, int, float):
         return value
     return shown(value)
@@ -63,6 +65,7 @@ def message_to_json(message: Mapping[str, Any], name_image: Callable[[Image.Imag
     """
 
     def part(value: object) -> object:
+        # An image may be anywhere in a part, whatever `type` its author gave it.
         if isinstance(value, Mapping) and isinstance(value.get("image"), Image.Image):
             return {**value, "image": name_image(value["image"])}
         return value

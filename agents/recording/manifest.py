@@ -28,6 +28,7 @@ def build_manifest(spec: EnvSpec, renderer: Renderer, model: str, ways: Mapping[
     return Manifest(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         env=spec,
+        # Only shown to a reader, who is told which file the run had it in; it is never opened by itself.
         registry=str(Path(spec.origin).absolute()) if spec.origin else "",
         env_source=spec.source_digest(),
         tool_format=spec.args(tool_format=detect_format(renderer.chat_template)).tool_format,
@@ -44,6 +45,7 @@ def own_registry(manifest: Manifest) -> str:
 
     That is the recorded one, if it is on this machine and no command reads it by itself.
     """
+    # Commands read these without being told, so a printed command needs no flag for them.
     known = {PACKAGED, *(file for _, file in plugin_files())}
     file = Path(manifest.registry)
     if file.is_absolute() and file not in known and file.is_file():

@@ -84,6 +84,7 @@ class Recorder:
         self.share = share
         #: What was wrong with the files before, in a sentence each.
         self.notes = list[str]()
+        # A link in a stranger's folder would have images written wherever it leads.
         check_real_folder(folder / IMAGES)
         (folder / IMAGES).mkdir(parents=True, exist_ok=True)
         self._write_manifest()
@@ -110,6 +111,7 @@ class Recorder:
         # A page or a command may read the file now, so it is replaced only where a way is new.
         if before and before == (manifest := before.model_copy(update={"ways": before.ways | self.manifest.ways})):
             return
+        # Replaced whole: a reader never sees half a manifest.
         part = path.with_suffix(".part")
         write_text(part, json_text(manifest))
         part.replace(path)
@@ -151,6 +153,7 @@ class Recorder:
 
     def is_recorded(self, way: str, group: int) -> bool:
         """Return whether a group belongs to the share that is recorded."""
+        # A hash instead of a random number: a resumed run records the same groups.
         drawn = int.from_bytes(hashlib.blake2b(f"{way}/{group}".encode(), digest_size=6).digest(), "big")
         return drawn < self.share * 2**48
 
@@ -158,6 +161,7 @@ class Recorder:
         """Append one episode; it has left this process when this returns."""
         if self.is_recorded(way, trajectory.group):
             with self._timed():
+                # First, so that whoever reads the episode finds the text of each of its tokens.
                 self._write_tokens(trajectory.ids_T)
                 self._append(self._episodes, self._episode(trajectory, step, phase, way))
 
@@ -207,6 +211,7 @@ class Recorder:
             "attempt": t.attempt,
             "env": self.manifest.env.id,
             "env_version": self.manifest.env.version,
+            # A data set may hold half of a surrogate pair, which no reader of JSON takes.
             "sample_id": to_json(str(t.sample_id)),
             "label": t.label if t.label is None else to_json(str(t.label)),
             "metadata": to_json(t.metadata),
@@ -214,6 +219,7 @@ class Recorder:
             "num_prompt_messages": t.num_prompt_messages,
             "seed": t.seed,
             "reward": float(t.reward) if math.isfinite(t.reward) else 0.0,
+            # Left out where there are none: most runs have the environment's reward alone.
             **({"rewards": dict(t.rewards)} if t.rewards else {}),
             "end_reason": t.end_reason.value,
             "error": to_json(t.error)
@@ -271,8 +277,10 @@ class Recorder:
         """Append the text of every id that is new to the recording."""
         if self._spell is None:
             return
+        # An engine that breaks its promise may give any number; the episode says so by its end.
         ids_T = ids_T[(ids_T >= 0) & (ids_T < MAX_ID)]
         most = int(ids_T.max(initial=0))
+        # The largest id is not known before: recorders get no tokenizer.
         if most >= len(self._known_V):
             self._known_V = np.concatenate([self._known_V, np.zeros(most + 1, dtype=np.bool_)])
         new = sorted(set(ids_T[~self._known_V[ids_T]].tolist()))
@@ -291,6 +299,7 @@ def rewind_recording(folder: Path, sizes: Mapping[str, int]) -> list[str]:
     for name in (EPISODES, OUTCOMES, SCORES, TOKENS):
         path = folder / name
         size = sizes.get(name, 0)
+        # Named and not cut: the run is then resumed without its recording.
         if size > (path.stat().st_size if path.exists() else 0):
             short_files.append(name)
         else:
@@ -308,6 +317,7 @@ def tools_digest(tools: Sequence[Mapping[str, Any]]) -> str:
 def _token_line(token_id: int, spelled: bytes) -> bytes:
     text = spelled.decode("utf-8", errors="replace")
     line: dict[str, Any] = {"id": token_id, "text": text}
+    # Part of a character, which several tokens share, is no text of its own.
     if text.encode() != spelled:
         line["hex"] = spelled.hex()
     return orjson.dumps(line) + b"\n"

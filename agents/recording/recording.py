@@ -72,19 +72,15 @@ class Recording:
             UserError: there is none, or it has another schema.
         """
         path = Path(path)
+        # A link there could lead to another user's run, whose data an export would then carry.
         check_real_folder(path / "episodes")
         found = [folder for folder in (path, path / "episodes") if os.path.lexists(folder / MANIFEST)]
         if not found:
-            old = [folder for folder in (path, path / "episodes") if (folder / "episodes.jsonl").is_file()]
-            if old:
-                got = "episodes of an earlier version"
-            elif path.exists():
-                got = "none"
-            else:
-                got = "no such folder"
+            got = "none" if path.exists() else "no such folder"
             raise UserError(str(path), f"must hold a recording ({MANIFEST})", got, "give a run folder that recorded")
         try:
             text = read_regular(found[0] / MANIFEST).decode("utf-8")
+            # Before the rest is checked: another version is told so, not that a field is wrong.
             _check_schema(str(found[0]), json.loads(text).get("schema_version"))
             return cls(found[0], Manifest.model_validate_json(text))
         except (OSError, ValueError, AttributeError, RecursionError) as error:
@@ -103,6 +99,7 @@ class Recording:
         """
         for end, episode in self._records_from(EpisodeRecord, EPISODES, place):
             _check_schema(f"{self.folder / EPISODES} {episode.id}", episode.schema_version)
+            # Readers index the stream by the places of the turns; here they are known to be right.
             if rule := broken_record(episode):
                 raise UserError(
                     f"{self.folder / EPISODES} {episode.id}", "must keep the rules of a token stream", rule, _FIX
@@ -164,6 +161,7 @@ class Recording:
         try:
             return kind.read(line)
         except ValidationError as error:
+            # Never the values: they may be megabytes, or meant to steer the terminal.
             first = error.errors(include_url=False, include_input=False)[0]
             count = error.error_count()
             place = ".".join(map(str, first["loc"]))
@@ -176,6 +174,7 @@ class Recording:
         Raises:
             UserError: the name has another form than a recorder writes, and could lead anywhere.
         """
+        # The name is text of the recording, and could be a path to anywhere.
         if not _IMAGE.fullmatch(name):
             rule = "must name an image as images/HASH.png"
             fix = "take a recording as it was written"
@@ -201,6 +200,7 @@ class Recording:
             UserError: a message or an image is not as it was recorded, or the images are too large together.
         """
         num_bytes = 0
+        # Summed before any message is built, because it holds all of its images at once.
         for name in dict.fromkeys(image_names(records)):
             num_bytes += image_bytes(self.image(name))
             if num_bytes > MAX_KEPT:
@@ -236,6 +236,7 @@ class Recording:
             UserError: the images give other patch grids than recorded.
         """
         messages = self.messages(episode.messages)
+        # Whoever does not compute with pixels needs no processor, which loads Transformers.
         if images:
             processed = self._processed(episode, messages, images)
         else:

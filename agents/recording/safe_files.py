@@ -38,6 +38,7 @@ def open_regular(path: Path) -> BinaryIO:
         OSError: there is no such file, or it cannot be read.
     """
     _check_kind(path, path.lstat().st_mode)
+    # O_NOFOLLOW: a link may have come since; O_NONBLOCK: opening a pipe waits for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_kind(path, os.fstat(handle).st_mode)  # it may have been replaced since
@@ -75,6 +76,7 @@ def read_regular(path: Path, most: int = MAX_FILE) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise UserError(str(path), f"must have at most {most} bytes", size, "take a recording as it was written")
+        # Not to the end: a file that grows while it is read could fill the memory.
         return file.read(size)
 
 
@@ -86,6 +88,7 @@ def read_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
     """
     with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
         file.seek(start)
+        # One more byte than allowed tells a line that is too long from one that is just as long.
         while (line := file.readline(MAX_LINE + 1)).endswith(b"\n"):
             if memory_of(line) > MAX_VALUES:
                 break

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from agents.recording.safe_files import memory_of
 from agents.types import EndReason, Trajectory, messages_before_turns
@@ -57,8 +57,10 @@ Bit = Annotated[int, Field(ge=0, le=1)]
 
 
 class _Record(BaseModel):
+    # NaN breaks every mean that it enters, so no recorder writes one and no reader takes one.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="null")
 
+    # Of the line, not of the record: what a reader may hold is decided by the file.
     _num_bytes: int = PrivateAttr(0)
     _memory: int = PrivateAttr(0)
 
@@ -115,14 +117,6 @@ class Manifest(_Record):
     template_options: dict[str, Any] = {}
     ways: dict[str, WayRecord] = {}
     versions: dict[str, str] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former_fields(cls, fields: Any) -> Any:
-        """Drop what recordings before version 0.1.0 have too: the framework that episodes were converted from."""
-        if isinstance(fields, dict):
-            fields.pop("converted_from", None)
-        return fields
 
     @field_validator("env")
     @classmethod
@@ -299,6 +293,7 @@ def episode_id(phase: str, way: str, trajectory: Trajectory) -> str:
     Example: "train-12-3" is sample 3 of problem 12, "train-12-3-1" the same when its group was played again, and
     "before-with_tool-12-0" an episode of an evaluation.
     """
+    # A run has one way of training, so "train-train-12-3" would say nothing more.
     kind = phase if way == phase else f"{phase}-{way}"
     if trajectory.attempt:
         again = f"-{trajectory.attempt}"
@@ -314,5 +309,6 @@ def image_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     ['images/00ff00ff.png']
     """
     contents = [message.get("content") for message in messages]
+    # An environment decides what a message holds; what has another form has no image.
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
     return [part["image"] for part in parts if part.get("type") == "image" and isinstance(part.get("image"), str)]

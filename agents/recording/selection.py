@@ -35,6 +35,7 @@ class SelectionConfig(Section):
     def matches(self, episode: EpisodeRecord) -> bool:
         """Return whether an episode matches all flags but `limit`."""
         return (
+            # Case counts: ids are exact, and the same on every system.
             (not self.id or any(fnmatchcase(episode.id, pattern) for pattern in self.id))
             and (not self.phase or episode.phase in self.phase)
             and (not self.way or episode.way in self.way)

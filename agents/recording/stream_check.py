@@ -17,8 +17,10 @@ def broken_record(episode: EpisodeRecord, vocabulary: Vocabulary | None = None) 
     only those that readers rely on.
     """
     num_written = sum(episode.mask)
+    # First: the rules below put each log-prob at its token.
     if len(episode.logprobs) != num_written:
         return f"{len(episode.logprobs)} log-probs for {num_written} masked tokens"
+    # Its stream broke a rule when it was played: that is why it ended, and people want to see it.
     if episode.end_reason is EndReason.INVALID_STREAM:
         return broken_spans(episode)
     if vocabulary:

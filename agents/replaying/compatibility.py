@@ -28,6 +28,7 @@ def find_spec(manifest: Manifest, env_id: str, registry: tuple[Path, ...]) -> En
     Raises:
         UserError: there is no such environment, or a registry is invalid.
     """
+    # Never `manifest.registry`: a file of that name here may be the stranger's, and names code to run.
     entries = load_registry(*registry)
     wanted = env_id or manifest.env.id
     if not env_id and manifest.env.mixture and wanted not in entries:  # made by flags, not by an entry
@@ -61,6 +62,7 @@ def env_notes(manifest: Manifest, spec: EnvSpec) -> list[str]:
         if values := _changed_values(then.model_dump(mode="json"), now.model_dump(mode="json")):
             notes.append(f"the entry of '{now.id}' has other values: {values}")
     digest = spec.source_digest()
+    # Empty where the source could not be found, as of a class typed into a notebook.
     if digest != manifest.env_source and manifest.env_source:
         notes.append(
             f"the code of '{spec.id}' is not that of the recording: {digest} (recorded: {manifest.env_source})"

@@ -1,22 +1,16 @@
-"""Lets a person, a script or a model continue a recorded episode, and prints how it ends.
+"""Lets a person or a model continue a recorded episode, and prints how it ends.
 
 `python -m agents.replay runs/x --id train-12-3 --fork 2 --by model --model runs/x --samples 8`
 """
 
 from __future__ import annotations
 
-import io
-import json
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
-from typing import TextIO
 
 from agents.cli.terminal import (
     HELP,
     Gallery,
-    InputEnded,
     PlayerQuit,
     Terminal,
     TerminalPlayer,
@@ -27,12 +21,10 @@ from agents.cli.terminal import (
     show_messages,
 )
 from agents.cli.text import counted
-from agents.engines.base import Engine, EngineSetup
-from agents.engines.own import make_engine
 from agents.engines.scripted import ScriptedEngine
 from agents.recording import EpisodeRecord, Recording
-from agents.recording.attempts import check_record_folder, record_attempts
 from agents.recording.manifest import build_manifest
+from agents.recording.played import check_record_folder, record_played
 from agents.recording.schema import PLAY
 from agents.recording.selection import SelectionConfig, select_episodes
 from agents.rendering.renderer import Renderer
@@ -40,10 +32,10 @@ from agents.rendering.tokenizer_files import model_folder
 from agents.replaying.compatibility import model_notes
 from agents.replaying.fork import Fork, ForkConfig, check_tokenizer, checked_turn, way_of_fork
 from agents.replaying.replayer import ReplayContext
+from agents.replaying.report import values
 from agents.rollout.episode import Episode
 from agents.rollout.groups import derive_seed
 from agents.types import Trajectory
-from envs.env import ToolFormat
 from envs.errors import UserError
 from envs.spec import EnvSpec
 from envs.tool_calls import detect_format
@@ -51,26 +43,6 @@ from envs.types import message_images
 
 #: How long a batch waits for continuations whose environment is still answering the recorded turns.
 BATCH_WAIT_S = 60.0
-
-
-class ScriptedTerminal(Terminal):
-    """A terminal that reads its turns from a list.
-
-    Example: `ScriptedTerminal(["3", "4"], sys.stdout)` answers the first question with "3", the second with "4", and
-    then quits.
-    """
-
-    def __init__(self, turns: Sequence[str], target: TextIO) -> None:
-        super().__init__(io.StringIO(), target)
-        self._turns = iter(turns)
-
-    def ask(self, tool_format: ToolFormat) -> str:
-        """Return the next turn, and print it."""
-        turn = next(self._turns, None)
-        if turn is None:
-            raise InputEnded
-        self.say("\n".join(self.mark + line for line in turn.split("\n")))
-        return turn
 
 
 def only_episode(recording: Recording, selection: SelectionConfig) -> EpisodeRecord:
@@ -100,20 +72,22 @@ def run_fork(
         UserError: the episode has no such turn or another tokenizer, or the flags contradict each other.
     """
     folder = model_folder(model)
-    fork = open_fork(
-        recording, episode, spec, folder, config, lambda text: terminal.say(f"--- not as recorded: {text}")
-    )
-    terminal = _terminal(config)
+    fork = open_fork(recording, episode, spec, folder, config)
+    terminal = Terminal.standard()
     renderer = fork.renderer
+    # Absolute now: code of the environment may change the working directory.
     record = config.record and config.record.absolute()
     if record:
-        check_record_folder(record, build_manifest(spec, renderer, model, {}))
+        check_record_folder(record)
     gallery = Gallery.named(config.images, f"{episode.id}-fork{fork.turn}")
     terminal.say(f"{episode.id}: {spec.id}, sample {episode.sample_id}, {counted(fork.way.max_turns, 'turn')}")
     terminal.say(_recorded_end(episode))
     for note in (*notes, *model_notes(recording.manifest, renderer)):
         terminal.say(f"note: {note}")
     try:
+        # Before anybody writes a turn: what follows depends on what was read.
+        for text in changes_of(fork):
+            terminal.say(f"--- not as recorded: {text}")
         if config.by == "model":
             loop, trajectories = fork_by_model(fork, folder, config)
         else:
@@ -122,21 +96,19 @@ def run_fork(
         return print_early_end(quit_by, terminal, config.record)
     if record:
         manifest = build_manifest(spec, renderer, model, {PLAY: loop})
-        for note in (*record_attempts(record, trajectories, manifest, renderer), f"recorded in {config.record}"):
-            terminal.say(note)
+        record_played(record, trajectories, manifest, renderer.encoder.spell)
+        terminal.say(f"recorded in {config.record}")
     if len(trajectories) == 1:
-        return _report_one(fork, trajectories[0], terminal, gallery, config)
-    return _tabulate(fork, trajectories, terminal)
+        code = _report_one(fork, trajectories[0], terminal, gallery, config)
+    else:
+        code = _tabulate(trajectories, terminal)
+    terminal.say(_recorded_end(episode))
+    if all(len(trajectory.turns) <= fork.turn for trajectory in trajectories):
+        terminal.say(f"--- no turn was added: the episode ended before turn {fork.turn + 1}")
+    return code
 
 
-def open_fork(
-    recording: Recording,
-    episode: EpisodeRecord,
-    spec: EnvSpec,
-    folder: str,
-    config: ForkConfig,
-    on_difference: Callable[[str], None],
-) -> Fork:
+def open_fork(recording: Recording, episode: EpisodeRecord, spec: EnvSpec, folder: str, config: ForkConfig) -> Fork:
     """Return the fork of an episode, with the tokenizer of a model folder.
 
     Raises:
@@ -147,7 +119,16 @@ def open_fork(
     way = way_of_fork(context.way(episode), turn, config)
     renderer = Renderer.from_checkpoint(folder, recording.manifest.template_options)
     check_tokenizer(episode, turn, renderer)
-    return Fork(recording, episode, turn, context, renderer, way, on_difference)
+    return Fork(episode, turn, context, renderer, way)
+
+
+def changes_of(fork: Fork) -> list[str]:
+    """Return what the environment answers otherwise than recorded in the turns before a fork, in three lines each."""
+    told = list[str]()
+    for change in run_interruptible(fork.changes()):
+        old, new = values(change)
+        told.append(f"{change.kind}, {change.where}\n  recorded: {old}\n  now:      {new}")
+    return told
 
 
 def _recorded_end(episode: EpisodeRecord) -> str:
@@ -158,33 +139,15 @@ def _recorded_end(episode: EpisodeRecord) -> str:
     )
 
 
-def _terminal(config: ForkConfig) -> Terminal:
-    """Return the terminal that the turns come from: the person's, or the script's."""
-    terminal = Terminal.standard()
-    if config.script is None:
-        return terminal
-    try:
-        text = config.script.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError("--script", "must be a readable file of text", str(config.script), str(error)) from error
-    try:
-        turns = json.loads(text)
-    except (ValueError, RecursionError):
-        turns = None
-    if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):
-        return ScriptedTerminal(turns, terminal.target)
-    return Terminal(io.StringIO(text), terminal.target)
-
-
 def _by_hand(fork: Fork, terminal: Terminal, gallery: Gallery, config: ForkConfig) -> tuple[Episode, list[Trajectory]]:
-    """Let a person or a script continue."""
+    """Let a person continue."""
     renderer = fork.renderer
     tool_format = fork.context.spec.args(tool_format=detect_format(renderer.chat_template)).tool_format
     player = TerminalPlayer(terminal, gallery, renderer, tool_format, fork.way.thinking)
     engine = ScriptedEngine(renderer.tokenizer, lambda turn, request: player.take_turn(fork.turn + turn, request))
-    loop = fork.loop(engine, 1, fork.way.temperature)
-    terminal.say(f"{HELP}\n---" if config.by == "hand" else "---")
-    gallery.save(message_images(fork.recording.sample(fork.episode).prompt), "prompt")
+    loop = fork.loop(engine, 1)
+    terminal.say(f"{HELP}\n---")
+    gallery.save(message_images(fork.context.source.sample(fork.episode).prompt), "prompt")
     return loop, run_interruptible(fork.play(loop, (fork.episode.seed,), player.watch))
 
 
@@ -192,11 +155,16 @@ def fork_by_model(fork: Fork, folder: str, config: ForkConfig) -> tuple[Episode,
     """Let the model in a folder continue, once for each sample; return the agent loop and the episodes."""
     from transformers.utils import logging
 
+    from agents.engines.hf import HFEngine
+    from agents.model.policy import PolicyModel
+
+    # Bars of loaded weights would stand between the lines of the episode.
     logging.disable_progress_bar()
+    network = PolicyModel.load(folder)
+    engine = HFEngine(network, fork.way.context_length, config.samples, config.device, max_wait_s=BATCH_WAIT_S)
+    loop = fork.loop(engine, config.samples)
 
-    engine = _engine_of(fork, folder, config)
-    loop = fork.loop(engine, config.samples, fork.way.temperature)
-
+    # One coroutine: the engine starts, plays and closes on one event loop.
     async def play() -> list[Trajectory]:
         await engine.start()
         try:
@@ -205,27 +173,6 @@ def fork_by_model(fork: Fork, folder: str, config: ForkConfig) -> tuple[Episode,
             await engine.close()
 
     return loop, run_interruptible(play())
-
-
-def _engine_of(fork: Fork, folder: str, config: ForkConfig) -> Engine:
-    """Return the embedded engine or a user's own, with the model in a folder."""
-    if config.engine == "hf":
-        from agents.engines.hf import HFEngine
-        from agents.model.policy import PolicyModel
-
-        network = PolicyModel.load(folder)
-        context_length = fork.way.context_length
-        return HFEngine(network, context_length, config.samples, config.device, max_wait_s=BATCH_WAIT_S)
-    setup = EngineSetup(
-        model_path=folder,
-        dtype="float32",
-        device=config.device,
-        context_length=fork.way.context_length,
-        max_batch=config.samples,
-        image_token_id=fork.renderer.image_token_id,
-        log_folder=Path(tempfile.gettempdir()) / "trueturn-engine",
-    )
-    return make_engine(config.engine, setup)
 
 
 def seeds_of(episode: EpisodeRecord, config: ForkConfig) -> tuple[int, ...]:
@@ -253,29 +200,21 @@ def _report_one(fork: Fork, played: Trajectory, terminal: Terminal, gallery: Gal
             terminal.say(f"--- turn {number}{note}\n{turn.text}")
             if number < len(played.turns):
                 show_answer(turn, number, turn.done, terminal, gallery)
-    code = print_summary(played, terminal, gallery)
-    _say_where_it_ended(fork, terminal)
-    return code
+    return print_summary(played, terminal, gallery)
 
 
-def _tabulate(fork: Fork, trajectories: Sequence[Trajectory], terminal: Terminal) -> int:
+def _tabulate(trajectories: Sequence[Trajectory], terminal: Terminal) -> int:
     """Print how each continuation ended."""
     terminal.say(f"{'sample':<6}  {'reward':>7}  {'turns':>5}  {'written':>7}  end")
     for n, t in enumerate(trajectories):
         terminal.say(f"{n:<6}  {t.reward:>7.3g}  {len(t.turns):>5}  {t.num_model_tokens:>7}  {t.end_reason}")
+    # The mean of what would count in training; a broken episode has no reward.
     rewards = [t.reward for t in trajectories if t.end_reason.is_valid]
     if rewards:
         outcome = f"mean reward {sum(rewards) / len(rewards):.3g}, best {max(rewards):.3g}"
     else:
         outcome = "no reward"
     terminal.say(f"--- end: {len(rewards)} of {len(trajectories)} samples count, {outcome}")
-    _say_where_it_ended(fork, terminal)
     if rewards:
         return 0
     return 1
-
-
-def _say_where_it_ended(fork: Fork, terminal: Terminal) -> None:
-    terminal.say(_recorded_end(fork.episode))
-    if not fork.num_handed_over:
-        terminal.say(f"--- no turn was added: the episode ended before turn {fork.turn + 1}")

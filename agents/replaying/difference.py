@@ -98,6 +98,7 @@ def differences(
     recorded, result = _without_fault(recorded, result.end), _without_fault(result, recorded.end)
     found = [*_whole(recorded, result)]
     for number, (old, new) in enumerate(zip(recorded.turns, result.turns, strict=False), 1):
+        # A turn without an answer, because of an end which is compared by itself.
         if old is None or new is None:
             continue
         if old.text != new.text:
@@ -108,11 +109,13 @@ def differences(
             found.append(Difference(DONE, number, "", old.done, new.done))
     if isinstance(result, StreamResult):
         found += _stream(episode, result, recorded.end == result.end, token_texts)
+    # The order of the table, so that the first difference is also its first row.
     return tuple(sorted(found, key=lambda each: KINDS.index(each.kind)))
 
 
 def _without_fault(result: R, other_end: str | None) -> R:
     """Return a result without the info and the reward that a tool fault left, if the other one ends in another way."""
+    # Its info and reward come from the fault, so they would only repeat that the ends differ.
     if result.end != EndReason.TOOL_FAULT.value or other_end == result.end:
         return result
     return replace(result, turns=(*result.turns[:-1], None), reward=None)
@@ -125,6 +128,7 @@ def _whole(old: EpisodeResult, new: EpisodeResult) -> Iterator[Difference]:
         yield from _messages(FIRST, 0, old.first, new.first)
     if old.reward is not None and new.reward is not None and not is_same(old.reward, new.reward):
         yield Difference(REWARD, None, "", old.reward, new.reward)
+    # The recorded end is not compared, but a turn that had an answer and has none now differs.
     if old.end is None and new.end in _FAULTS and _stops_short(old, new):
         yield Difference(END, None, "", CONTINUES, _end(new))
     if old.end is None or new.end is None:
@@ -137,6 +141,7 @@ def _whole(old: EpisodeResult, new: EpisodeResult) -> Iterator[Difference]:
 
 def _stops_short(old: EpisodeResult, new: EpisodeResult) -> bool:
     """Return whether the reset or a turn had an answer in the recording, but has none now."""
+    # Longer on the side of the recording where the replay stopped early.
     pairs = zip_longest(old.turns, new.turns[: len(old.turns)])
     is_unopened = old.first is not None and new.first is None and not new.turns
     return is_unopened or any(one is not None and other is None for one, other in pairs)
@@ -160,6 +165,7 @@ def _messages(
     """Yield the first difference in texts, and the first in images."""
     kinds = set[str]()
     for place, one, other in unequal(list(old), list(new)):
+        # An image is its hash here, so its pixels differ where this text does.
         is_image = place.endswith(".image") and isinstance(one, str) and isinstance(other, str)
         found = IMAGE if is_image else kind
         if found not in kinds:
@@ -185,6 +191,7 @@ def is_same(old: Any, new: Any) -> bool:
     >>> is_same(0.1 + 0.2, 0.3), is_same(1, True), is_same("<f at 0x7f1234>", "<f at 0x7f5678>")
     (True, False, True)
     """
+    # Before numbers: True equals 1 in Python, but not in JSON.
     if isinstance(old, bool) or isinstance(new, bool):
         return old is new
     if isinstance(old, int | float) and isinstance(new, int | float):
@@ -192,6 +199,7 @@ def is_same(old: Any, new: Any) -> bool:
             isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=TOLERANCE)
         )
     if isinstance(old, str) and isinstance(new, str):
+        # Only the address that `repr` writes: other hexadecimal numbers mean something.
         return old == new or (" at 0x" in old and _ADDRESS.sub("0x", old) == _ADDRESS.sub("0x", new))
     return type(old) is type(new) and old == new
 
@@ -237,6 +245,7 @@ def _stream(
             yield Difference(TURNS, number, "", [turn.start, turn.end], list(span))
             break
     recorded = [(image.digest, image.grid, image.num_tokens) for image in e.images]
+    # If one ends earlier, the images that it never saw are no difference.
     count = None if ends_alike else min(len(recorded), len(result.images))
     for where, one, other in unequal(recorded[:count], result.images[:count]):
         yield Difference(IMAGES, None, where, one, other)

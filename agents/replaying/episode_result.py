@@ -66,6 +66,7 @@ def plain_info(info: Mapping[str, Any]) -> dict[str, Any]:
 def is_broken_answer(episode: EpisodeRecord) -> bool:
     """Return whether the engine's last answer was invalid, so that the environment never saw it."""
     last = episode.turns[-1] if episode.turns else None
+    # The agent loop gives the version -1 to an answer that it could not read.
     is_marked = last is not None and last.versions == ((-1, last.end - last.start),)
     return episode.end_reason is EndReason.INVALID_STREAM and is_marked
 
@@ -109,6 +110,7 @@ def recorded_result(episode: EpisodeRecord, num_turns: int | None = None, has_st
     may_be_unanswered = is_broken_answer(episode) or is_faulty(episode) or reason is EndReason.ABORTED
     if is_whole and may_be_unanswered and turns and not _is_answered(episode.turns[-1]):
         turns[-1] = None
+    # After a fault of the environment the recorded 0 is no reward of anybody.
     has_reward = is_whole and asks_reward(episode) and not is_faulty(episode)
     return EpisodeResult(
         first=tuple(episode.opening[episode.num_prompt_messages :]) if is_open else None,

@@ -1,7 +1,6 @@
 """Continues a recorded episode from one of its turns with another engine.
 
-Up to that turn the agent loop gets the recorded completions, token by token, and the environment answers again. If an
-answer differs from the recording, the fork reports it before the engine continues.
+Up to that turn the agent loop gets the recorded completions, token by token, and the environment answers again.
 """
 
 from __future__ import annotations
@@ -9,22 +8,22 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from agents.cli.text import counted
 from agents.engines.base import Engine
-from agents.engines.own import ENGINE
-from agents.recording import EpisodeRecord, Recording, WayRecord
+from agents.recording import EpisodeRecord, WayRecord
 from agents.rendering.renderer import Renderer
-from agents.replaying.prefix import PrefixCheck
+from agents.replaying.difference import Difference, differences
 from agents.replaying.recorded_engine import RecordedEngine, recorded_completions
 from agents.replaying.replayer import ReplayContext
+from agents.replaying.stream_replayer import StreamReplayer, token_texts
 from agents.rollout.episode import Episode, Limits
-from agents.types import Completion, GenerateRequest, SamplingParams, Trajectory
+from agents.types import Completion, SamplingParams, Trajectory
 from envs.config.settings import Section
 from envs.contract import EpisodeEnv
 from envs.errors import UserError
@@ -36,19 +35,12 @@ class ForkConfig(Section):
     fork: int | None = Field(
         default=None, ge=0, description="continue the one episode that --id names after this turn; 0: from its start"
     )
-    by: Literal["hand", "script", "model"] = Field(default="hand", description="with --fork, who writes the next turns")
-    script: Path | None = Field(
-        default=None,
-        description="turns for --by script: each ends with a line that is only a dot, or all are one JSON list",
-    )
+    by: Literal["hand", "model"] = Field(default="hand", description="with --fork, who writes the next turns")
     samples: int = Field(default=1, ge=1, description="number of continuations by --by model")
     temperature: float | None = Field(
         default=None, ge=0, description="sampling temperature of --by model; empty: the recorded one"
     )
     seed: int | None = Field(default=None, ge=0, description="seed of --by model; empty: the episode's own seed")
-    engine: Literal["hf"] | Annotated[str, ENGINE] = Field(
-        default="hf", description="engine of --by model: embedded (hf)"
-    )
     device: str = Field(default="cpu", description="torch device of --by model")
     max_turns: int | None = Field(
         default=None,
@@ -65,65 +57,48 @@ class ForkConfig(Section):
     record: Path | None = Field(default=None, description="with --fork, folder to record the episodes in; empty: none")
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Fork:
     """A recorded episode, the turn after which it continues, and the environment and limits for this.
 
-    Calls `on_difference(text)` for each difference between today's answers of the environment and the recorded ones,
-    before the engine continues. `num_handed_over` counts the episodes in which the engine wrote a turn.
-
     Example::
 
-        fork = Fork(recording, episode, 2, ReplayContext(recording, spec), renderer, way)
-        trajectories = await fork.play(fork.loop(HFEngine(model), 2, temperature=1.0), seeds=(7, 8))
+        fork = Fork(episode, 2, ReplayContext(recording, spec), renderer, way)
+        await fork.changes()                # (): the environment answers the first two turns as recorded
+        trajectories = await fork.play(fork.loop(HFEngine(model), 2), seeds=(7, 8))
         start = episode.turns[2].start
-        trajectories[0].ids_T[:start].tolist() == list(episode.ids[:start])     # True if there was no difference
+        trajectories[0].ids_T[:start].tolist() == list(episode.ids[:start])     # True
     """
 
-    recording: Recording
     episode: EpisodeRecord
     turn: int
     context: ReplayContext
     renderer: Renderer
     way: WayRecord
-    on_difference: Callable[[str], None] = lambda difference: None
-    num_handed_over: int = 0
-    _reported: set[str] = field(default_factory=set)
 
-    def loop(self, engine: Engine, num_plays: int, temperature: float) -> Episode:
+    async def changes(self) -> tuple[Difference, ...]:
+        """Replay the turns before the fork, and return what the engine will read otherwise than recorded."""
+        result = await StreamReplayer(self.context, self.renderer).play(self.episode, self.turn)
+        return differences(self.episode, result, self.turn, lambda ids: token_texts(self.renderer, ids))
+
+    def loop(self, engine: Engine, num_plays: int) -> Episode:
         """Return the agent loop for `num_plays` episodes in which an engine continues after the recorded turns."""
         completions = _completions(self.episode)[: self.turn]
-        prefixes = [PrefixCheck(self.recording, self.episode, self.renderer) for _ in range(num_plays)]
-
-        def see(session: int, turn: int, request: GenerateRequest) -> None:
-            if turn <= self.turn:
-                prefixes[session].see(turn, request)
-                self._report(prefixes[session].differences)
-            if turn == self.turn:
-                self.num_handed_over += 1
-
+        sample = self.context.source.sample(self.episode)
         return Episode(
-            RecordedEngine([completions] * num_plays, self.way.context_length, engine, see),
+            RecordedEngine([completions] * num_plays, self.way.context_length, engine),
             self.renderer,
-            Limits(
-                self.way.max_turns, self.way.max_new_tokens, self.context.limits(self.recording.sample(self.episode))
-            ),
-            SamplingParams(temperature, self.renderer.stop_ids, self.renderer.suppressed_ids),
+            Limits(self.way.max_turns, self.way.max_new_tokens, self.context.limits(sample)),
+            SamplingParams(self.way.temperature, self.renderer.stop_ids, self.renderer.suppressed_ids),
             self.way.use_tools,
             self.way.thinking,
         )
-
-    def _report(self, differences: Sequence[str]) -> None:
-        for difference in differences:
-            if difference not in self._reported:
-                self.on_difference(difference)
-        self._reported.update(differences)
 
     async def play(
         self, loop: Episode, seeds: Sequence[int], watch: Callable[[EpisodeEnv], EpisodeEnv] = lambda env: env
     ) -> list[Trajectory]:
         """Play the episode once for each seed, concurrently; `watch` may wrap each new environment."""
-        sample = self.recording.sample(self.episode)
+        sample = self.context.source.sample(self.episode)
 
         def make_env() -> EpisodeEnv:
             return watch(self.context.make_env(sample, self.way))
@@ -152,20 +127,16 @@ def checked_turn(episode: EpisodeRecord, config: ForkConfig) -> int:
     if turn > num_turns:
         fix = f"{episode.id} has {counted(num_turns, 'turn')}; 0 plays it from its start"
         raise UserError("--fork", f"must be at most {num_turns}", turn, fix)
+    # The environment never saw that turn, so there is no answer to continue from.
     if turn and (last := episode.turns[turn - 1]).finish != "stop":
         if last.finish == "length":
             why = "its tokens ran out"
         else:
             why = "the engine stopped"
         raise UserError("--fork", f"must be at most {turn - 1}", turn, f"turn {turn} was never finished: {why}")
+    # A person would have to play them all at once.
     if config.samples > 1 and config.by != "model":
         raise UserError("--samples", "must be 1 unless a model continues", config.samples, "add --by model")
-    if (config.script is None) == (config.by == "script"):
-        if config.script is None:
-            got = "none"
-        else:
-            got = config.script
-        raise UserError("--script", "must be given with --by script, and only then", got, "give both, or neither")
     return turn
 
 
@@ -175,6 +146,7 @@ def way_of_fork(recorded: WayRecord, turn: int, config: ForkConfig) -> WayRecord
     Raises:
         UserError: they allow no further turn, or all samples would be equal.
     """
+    # A flag that is not given is None here, and the recorded value stays.
     names = {"max_turns", "max_new_tokens", "context_length", "temperature"}
     way = recorded.model_copy(update=config.model_dump(include=names, exclude_none=True))
     if way.max_turns <= turn:
@@ -193,6 +165,7 @@ def check_tokenizer(episode: EpisodeRecord, turn: int, renderer: Renderer) -> No
             text = renderer.decode(episode.ids[recorded.start : recorded.end])
         except (OverflowError, TypeError):  # ids outside the vocabulary
             text = ""
+        # In a broken episode, text and tokens may differ: that can be why it ended.
         if text != recorded.text and episode.end_reason.is_valid:
             rule = f"must have the tokenizer of the recording, where turn {number} is {recorded.text[:60]!r}"
             raise UserError("--model", rule, repr(text[:60]), "give the model that was recorded")

@@ -7,8 +7,7 @@ turns.
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Literal
@@ -47,8 +46,8 @@ class RecordedEngine(StillEngine):
 
     Ids, log-probs, finish reason and versions are the recorded ones, whatever the request contains; `prompt_length` is
     the request's own, so an episode whose environment has changed can continue. If a request allows fewer tokens than
-    recorded, the turn is cut, as by any engine. Without `after`, a turn that is not recorded is aborted. Calls
-    `on_request(n, k, request)` before each answer. Whoever gives `after` starts and closes it.
+    recorded, the turn is cut, as by any engine. Without `after`, a turn that is not recorded is aborted. Whoever
+    gives `after` starts and closes it.
 
     Example::
 
@@ -61,12 +60,10 @@ class RecordedEngine(StillEngine):
         plays: Sequence[Sequence[Completion]],
         context_length: int,
         after: Engine | None = None,
-        on_request: Callable[[int, int, GenerateRequest], None] = lambda session, turn, request: None,
     ) -> None:
         self.plays = tuple(map(tuple, plays))
         self.context_length = context_length
         self._after = after
-        self._on_request = on_request
         self._num_opened = 0
 
     @asynccontextmanager
@@ -76,28 +73,25 @@ class RecordedEngine(StillEngine):
         self._num_opened += 1
         assert number < len(self.plays), f"session {number} is opened, {len(self.plays)} are recorded"
         async with AsyncExitStack() as stack:
+            # Opened before the first turn: the engine waits for as many requests as it has sessions.
             if self._after:
                 after = await stack.enter_async_context(self._after.session())
             else:
                 after = None
-            yield _Session(self.plays[number], after, functools.partial(self._on_request, number))
+            yield _Session(self.plays[number], after)
 
 
 class _Session:
     """One episode's recorded turns, and the session of the engine `after`."""
 
-    def __init__(
-        self, turns: Sequence[Completion], after: Session | None, on_request: Callable[[int, GenerateRequest], None]
-    ) -> None:
+    def __init__(self, turns: Sequence[Completion], after: Session | None) -> None:
         self._turns = turns
         self._after = after
-        self._on_request = on_request
         self._num_asked = 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
         number = self._num_asked
         self._num_asked += 1
-        self._on_request(number, request)
         if number < len(self._turns):
             await asyncio.sleep(0)  # as with any engine, other episodes run before the answer comes
             return replace(_cut(self._turns[number], request.max_new_tokens), prompt_length=len(request.ids))
@@ -110,6 +104,7 @@ def _cut(completion: Completion, limit: int) -> Completion:
     if len(completion.ids) <= limit:
         return completion
     runs: list[tuple[int, int]] = []
+    # Each version keeps the tokens that it wrote, as far as the turn goes.
     for version, count in completion.versions:
         add_run(runs, version, min(count, limit - sum(tokens for _, tokens in runs)))
     return replace(
@@ -122,6 +117,7 @@ def _cut(completion: Completion, limit: int) -> Completion:
 
 
 def _finish(finish: str, episode: str) -> Literal["stop", "length", "abort"]:
+    # Written out, so that the type checker knows the result.
     if finish == "stop" or finish == "length" or finish == "abort":
         return finish
     fix = "take the recording as it was written"

@@ -34,9 +34,9 @@ from envs.types import Message, Sample, private
 
 
 class Replayer(Protocol):
-    """Replays a recorded episode, or its first `num_turns` turns."""
+    """Replays a recorded episode."""
 
-    async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
+    async def play(self, episode: EpisodeRecord) -> EpisodeResult:
         """Return today's result of the episode. Raises `UserError` if it cannot be replayed."""
         ...
 
@@ -76,6 +76,7 @@ class ReplayContext:
 
     def make_env(self, sample: Sample, way: WayRecord) -> Env:
         """Build an environment as the agent loop does."""
+        # The recorded one: recorded calls are written in it, whatever the model of today has.
         tool_format: ToolFormat = "qwen_xml" if self.source.manifest.tool_format == "qwen_xml" else "hermes"
         args = self.spec.part(sample.metadata).args(way.max_turns, tool_format)
         return self._build_env(private(sample), deepcopy(args))
@@ -95,7 +96,7 @@ class EnvReplayer:
     def __init__(self, context: ReplayContext) -> None:
         self.context = context
 
-    async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
+    async def play(self, episode: EpisodeRecord) -> EpisodeResult:
         """Return the environment's result today. Raises `UserError` if an image of the problem is damaged."""
         way = self.context.way(episode)
         sample = self.context.source.sample(episode)
@@ -108,11 +109,13 @@ class EnvReplayer:
         error = None
         try:
             first = await env.open()
-            end = await self._step_all(env, episode, way, num_turns, results)
-            if end is not None and asks_reward(episode) and (end != CONTINUES or is_faulty(episode)):
+            end = await self._step_all(env, episode, way, results)
+            # Where the environment wants another turn, its reward is not final, unless a fault stopped the recording.
+            if asks_reward(episode) and (end != CONTINUES or is_faulty(episode)):
                 reward = await env.reward(episode.turns[len(results) - 1].text if results else "")
         except ToolFault as fault:
             results.append(StepResult((), False, fault.info))
+            # As the agent loop scores a tool that the model broke.
             reward = limits.reward_min_val
             end = EndReason.TOOL_FAULT.value
             error = str(fault)
@@ -120,6 +123,7 @@ class EnvReplayer:
             end = _fault_end(fault)
             error = str(fault)
         finally:
+            # Last, after every end: processes and files of the episode are released.
             close_error = await env.close()
         texts = [turn.text for turn in episode.turns]
         return EpisodeResult(
@@ -136,13 +140,13 @@ class EnvReplayer:
         env: EnvRunner,
         episode: EpisodeRecord,
         way: WayRecord,
-        num_turns: int | None,
         results: list[StepResult | None],
-    ) -> str | None:
-        """Give the environment turn after turn; return how the episode ends, None if `num_turns` stops it earlier."""
-        for number, turn in enumerate(episode.turns[:num_turns], 1):
+    ) -> str:
+        """Give the environment turn after turn; return how the episode ends."""
+        for number, turn in enumerate(episode.turns, 1):
             if turn.finish != "stop":
                 results.append(None)
+                # That end came later than this turn, whose tokens had run out.
                 is_cut = is_faulty(episode) or episode.end_reason is EndReason.INVALID_STREAM
                 return (EndReason.TOKEN_BUDGET if is_cut else episode.end_reason).value
             result = await env.step(turn.text)
@@ -151,8 +155,6 @@ class EnvReplayer:
                 return EndReason.COMPLETED.value
             if number == way.max_turns:
                 return EndReason.MAX_TURNS.value
-        if num_turns is not None and num_turns < len(episode.turns):
-            return None
         # The next message did not fit into the token limits, which are not counted here.
         is_full = episode.end_reason in (EndReason.TOKEN_BUDGET, EndReason.CONTEXT_FULL)
         last = episode.turns[-1] if episode.turns else None

@@ -16,15 +16,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from agents.cli.text import counted, excerpt, excerpt_pair
+from agents.cli.text import counted, excerpt_pair
 from agents.replaying.difference import KINDS, TOKENS, Difference
-from agents.replaying.rescore import Rescoring
 from agents.replaying.runner import EpisodeDifferences, ReplaySummary
 from envs.console import Console
 from envs.errors import UserError
 from envs.safe_text import escape_controls
 
-MAX_PAIRS = 12
 EMPTY = "(empty)"
 
 
@@ -36,25 +34,22 @@ class ReportHeader:
     env: str
     model: str
     notes: Sequence[str]
-    num_turns: int | None
     seconds: float
 
 
 def say(console: Console, text: str, style: str = "") -> None:
     """Print a line; markup in it has no effect."""
+    # `Text`, because a string would be read as markup of rich.
     console.print(Text(escape_controls(text), style), soft_wrap=True)
 
 
 def print_report(header: ReportHeader, summary: ReplaySummary, num_shown: int, console: Console) -> None:
     """Print what differs: a table of kinds, a line for each episode, totals."""
     _say_notes(header, console)
-    for what, several in (("", summary.differing), ("doubtful: ", summary.doubtful)):
-        if several:
-            console.print(_kinds_table(several, what))
-            _say_some(list(map(_episode_line, several)), num_shown, console)
-            console.print()
-    if summary.doubtful:
-        say(console, f"{len(summary.doubtful)} are doubtful: JSON could not hold their label or metadata as they were")
+    if summary.differing:
+        console.print(_kinds_table(summary.differing))
+        _say_some(list(map(_episode_line, summary.differing)), num_shown, console)
+        console.print()
     _say_steadiness(summary, console)
     _say_skipped(summary, console)
     say(console, totals(header, summary), "bold red" if summary.differing else "")
@@ -62,47 +57,19 @@ def print_report(header: ReportHeader, summary: ReplaySummary, num_shown: int, c
 
 def totals(header: ReportHeader, summary: ReplaySummary) -> str:
     """Return the last line: `calculator: 448 episodes, 448 replayed, 0 differ (612 episodes/s)`."""
-    if header.num_turns:
-        what = f"up to turn {header.num_turns}, "
-    else:
-        what = ""
     if header.model:
         stream = "token streams compared, "
     else:
         stream = ""
+    # A replay of nothing may take no time by the rounded clock.
     if header.seconds:
         rate = summary.num_replayed / header.seconds
     else:
         rate = 0.0
     return (
-        f"{header.env}: {counted(summary.num_episodes, 'episode')}, {summary.num_replayed} replayed, {what}{stream}"
+        f"{header.env}: {counted(summary.num_episodes, 'episode')}, {summary.num_replayed} replayed, {stream}"
         f"{len(summary.differing)} differ ({rate:.4g} episodes/s)"
     )
-
-
-def print_rescoring(header: ReportHeader, rescoring: Rescoring, grader: str, num_shown: int, console: Console) -> None:
-    """Print a table of old and new rewards, and the episodes whose rewards differ."""
-    _say_notes(header, console)
-    episodes = rescoring.episodes
-    flipped = rescoring.flipped
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("recorded", f"with {grader}", "episodes", "first example"):
-        table.add_column(name, justify="right" if name == "episodes" else "left", overflow="fold")
-    for (old, new), count in sorted(rescoring.pairs().items(), key=lambda item: -item[1])[:MAX_PAIRS]:
-        first = next(each for each in episodes if (each.old, each.new) == (old, new))
-        example = f"{first.id}: {excerpt(first.final_text, 40)} against {excerpt(first.label or 'no label', 30)}"
-        table.add_row(f"{old:g}", f"{new:g}", str(count), Text(escape_controls(example)))
-    console.print(table)
-    lines = [f"{e.id}: {e.old:g} -> {e.new:g}, {excerpt(e.final_text)} against {e.label}" for e in flipped]
-    _say_some(lines, num_shown, console)
-    if told := sum(each.is_told_else for each in episodes):
-        say(console, f"{told} also gave the model another observation, and would have continued differently", "yellow")
-    for end, count in rescoring.lost.items():
-        say(console, f"{count} have no reward now: {end}", "yellow")
-    _say_skipped(rescoring.summary, console)
-    if episodes:
-        old, new = (sum(values) / len(episodes) for values in zip(*((e.old, e.new) for e in episodes), strict=True))
-        say(console, f"mean reward {old:.4g} recorded, {new:.4g} with {grader}; {len(flipped)} of {len(episodes)} flip")
 
 
 def write_report(path: Path, content: dict[str, Any]) -> None:
@@ -121,25 +88,11 @@ def as_json(header: ReportHeader, summary: ReplaySummary) -> dict[str, Any]:
         "replayed": summary.num_replayed,
         "turns": summary.num_turns,
         "differing": len(summary.differing),
-        "doubtful": len(summary.doubtful),
         "skipped": dict(summary.skipped),
         "alone": summary.num_alone,
         "unsteady": summary.unsteady,
-        "hurried": summary.hurried,
         "kinds": {kind: count for kind, (count, _) in kinds(summary.differing).items()},
-        "found": [asdict(found) for found in summary.found],
-    }
-
-
-def rescoring_as_json(header: ReportHeader, rescoring: Rescoring, grader: str) -> dict[str, Any]:
-    """Return the full report on another grader: old and new reward of every episode."""
-    return {
-        **asdict(header),
-        "grader": grader,
-        "flipped": len(rescoring.flipped),
-        "lost": dict(rescoring.lost),
-        "skipped": dict(rescoring.summary.skipped),
-        "rewards": [asdict(each) for each in rescoring.episodes],
+        "found": [asdict(found) for found in summary.differing],
     }
 
 
@@ -153,7 +106,7 @@ def kinds(several: Sequence[EpisodeDifferences]) -> dict[str, tuple[int, tuple[E
     return {kind: (counts[kind], first[kind]) for kind in KINDS if kind in counts}
 
 
-def _kinds_table(several: Sequence[EpisodeDifferences], what: str) -> Table:
+def _kinds_table(several: Sequence[EpisodeDifferences]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("what differs", no_wrap=True)
     table.add_column("episodes", justify="right", no_wrap=True)
@@ -161,12 +114,13 @@ def _kinds_table(several: Sequence[EpisodeDifferences], what: str) -> Table:
     for kind, (count, (found, first)) in kinds(several).items():
         old, new = values(first)
         lines = f"{escape_controls(f'{found.id} {first.where}')}\nrecorded: {old}\nreplayed: {new}"
-        table.add_row(f"{what}{kind}", str(count), Text(lines))
+        table.add_row(kind, str(count), Text(lines))
     return table
 
 
 def values(difference: Difference) -> tuple[str, str]:
     """Return both values of a difference as they are printed."""
+    # An empty value would look like a missing one.
     old, new = (value if value != "" else EMPTY for value in (difference.recorded, difference.replayed))
     if difference.kind == TOKENS:
         old, new = (" ".join(_token(each) for each in ids[:4]) or "the end" for ids in (old, new))
@@ -174,6 +128,7 @@ def values(difference: Difference) -> tuple[str, str]:
 
 
 def _token(each: Any) -> str:
+    # With a tokenizer, an id comes with its text.
     if isinstance(each, list):
         return f"{each[0]} {json.dumps(each[1], ensure_ascii=False)}"
     return str(each)
@@ -204,9 +159,6 @@ def _say_some(lines: Sequence[str], num_shown: int, console: Console) -> None:
 
 
 def _say_steadiness(summary: ReplaySummary, console: Console) -> None:
-    if summary.hurried:
-        slow = f"{counted(len(summary.hurried), 'episode')} reached a time limit with others, but not alone"
-        say(console, f"{slow}: the machine is too slow for so many at a time (--max-concurrent)", "yellow")
     if not summary.unsteady:
         return
     named = f"{', '.join(summary.unsteady[:3])}{', ...' if len(summary.unsteady) > 3 else ''}"

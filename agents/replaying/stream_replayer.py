@@ -56,10 +56,15 @@ class StreamReplayer:
         self._sampling = SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids)
 
     async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
-        """Return today's result of the episode. Raises `UserError` if an image of the problem is damaged."""
+        """Return today's result of the episode, or of its first `num_turns` turns.
+
+        Raises:
+            UserError: an image of the problem is damaged.
+        """
         way = self.context.way(episode)
         sample = self.context.source.sample(episode)
         answers = recorded_completions(episode)[:num_turns]
+        # The engine's broken answer is left out; the loop then ends where the recording did.
         if is_broken_answer(episode) and len(answers) == len(episode.turns):
             answers = answers[:-1]
         # The recorded stream is the reference. Only an episode that the template check ended is checked again.
@@ -82,6 +87,7 @@ class StreamReplayer:
 def stream_result(t: Trajectory, num_answers: int) -> StreamResult:
     """Return the result of a trajectory; a turn after `num_answers` was requested but is not in the recording."""
     turns, continues = t.turns[:num_answers], len(t.turns) > num_answers
+    # Without a prompt, the environment was not read from, and nothing is compared.
     is_open = bool(len(t.ids_T) or t.turns)
     is_faulty = t.end_reason in (EndReason.ENV_ERROR, EndReason.ENV_TIMEOUT)
     return StreamResult(
@@ -101,6 +107,7 @@ def stream_result(t: Trajectory, num_answers: int) -> StreamResult:
 
 def _turn(turn: Turn, may_be_unanswered: bool) -> TurnResult | None:
     is_answered = turn.observations or turn.info or turn.done
+    # The environment sees no turn that was cut, and a fault leaves none of its answers.
     if turn.finish != "stop" or (may_be_unanswered and not is_answered):
         return None
     return TurnResult(turn.text, as_recorded([dict(m) for m in turn.observations]), plain_info(turn.info), turn.done)

@@ -1,6 +1,5 @@
-"""The viewer shows recorded runs: in a browser as one HTML page, in a terminal as text.
+"""The viewer shows recorded runs in a browser, as one HTML page.
 
-Browser: `source` reads a run while it grows, `page` assembles the page from the files in `page/`, `server` serves it,
-and `export` writes it as one file with all data inside. Terminal: `tables` prints the overview, `chat` an episode,
-`token_stream` its tokens.
+`source` reads a run while it grows, `page` assembles the page from the files in `page/`, `server` serves it, and
+`export` writes it as one file with all data inside.
 """

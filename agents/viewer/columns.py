@@ -37,6 +37,7 @@ def row_of(episode: EpisodeRecord, thinking: Thinking | None = None, success: Su
 
     Example: the log-probs (-0.5, -1.5) give a `mean_logprob` of -1.0.
     """
+    # The last turn, because the answer that counts stands there.
     last = episode.turns[-1].text if episode.turns else ""
     answer = thinking.said(last) if thinking else last
     calls = list(tool_calls(episode))
@@ -65,6 +66,7 @@ def row_of(episode: EpisodeRecord, thinking: Thinking | None = None, success: Su
         "engine_s": finite(episode.engine_s),
         "image": next(iter(image_names(episode.messages)), "")[:MAX_TEXT],
         "question": question_of(episode.opening)[:MAX_TEXT],
+        # The end of a long turn: the answer comes last.
         "answer": answer[-MAX_TEXT:],
         **UNKNOWN,
     }
@@ -88,6 +90,7 @@ def gap_cells(rollout: Sequence[float | None] | NDArray[np.float64], train: Sequ
     """
     rollout_N = _values(rollout)
     train_N = _values(train)
+    # A broken file, or a resumed run that played other tokens under the same id.
     if len(rollout_N) != len(train_N):
         return dict.fromkeys(("mean_gap", "max_gap", "kl"))
     d_N = train_N - rollout_N

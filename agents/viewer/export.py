@@ -31,12 +31,14 @@ def export(path: Path, sources: Sequence[Source]) -> int:
         UserError: the file cannot be written.
     """
     page = assemble("file", runs=len(sources))
+    # Renamed when whole: a page that was killed half way would open as one without data.
     part = path.with_name(path.name + ".part")
     try:
         with part.open("wb") as file:
             file.write(page.head.encode())
             for run, source in enumerate(sources):
                 for name, content in elements(source):
+                    # Base64, in a type that no browser runs: no text of a model can end the element.
                     head = f'<script type="application/octet-stream" id="run-{run}-{name}">'
                     file.write(head.encode() + base64.b64encode(content) + b"</script>\n")
             file.write(page.tail.encode())
@@ -64,6 +66,7 @@ def elements(source: Source) -> Iterator[tuple[str, bytes]]:
             answers = (message for turn in episode["turns"] for message in turn["observations"])
             names |= dict.fromkeys([*image_names(episode["messages"]), *image_names(answers)])
         yield f"block-{first // BLOCK}", deflate(b"[%s]" % b",".join(lines))
+        # Once in the file, though all samples of a group show it.
         for name in names.keys() - seen:
             content = read_image(source, name)
             if content is not None:
@@ -77,9 +80,8 @@ def without_paths(overview: JSON) -> JSON:
     Example: the model "/home/me/models/Qwen3-VL" becomes "models/Qwen3-VL".
     """
     manifest = overview["manifest"]
-    if manifest:
-        model = "/".join(Path(manifest["model"]).parts[-2:])
-        manifest = {**manifest, "model": model, "registry": Path(manifest["registry"]).name}
+    model = "/".join(Path(manifest["model"]).parts[-2:])
+    manifest = {**manifest, "model": model, "registry": Path(manifest["registry"]).name}
     return {**overview, "folder": overview["name"], "registry": "", "manifest": manifest}
 
 

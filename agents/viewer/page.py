@@ -46,6 +46,7 @@ def assemble(mode: Mode, runs: int, live: bool = False, folder: Path = FOLDER, s
     names = scripts or SCRIPTS
     style = _read(folder / "style.css")
     script = "\n".join(_read(folder / name) for name in names)
+    # The hash of the policy is that of the whole text, so it must not end early.
     for text, ends in ((style, r"</style"), (script, r"</script|<!--")):
         assert not (found := re.search(ends, text, re.IGNORECASE)), f"the page's own files contain {found}"
     policy = policy_of(mode, script, style)
@@ -65,6 +66,7 @@ def assemble(mode: Mode, runs: int, live: bool = False, folder: Path = FOLDER, s
 
 def policy_of(mode: Mode, script: str, style: str) -> str:
     """Return the Content-Security-Policy of a page with one script and one style."""
+    # A file has no origin of its own: everything is inside.
     images, itself = ("data: 'self'", "'self'") if mode == "server" else ("data:", "'none'")
     return "; ".join(
         (

@@ -45,6 +45,7 @@ def _bytes_before(path: Path, offset: int) -> bytes:
         with open_regular(path) as file:
             file.seek(max(0, offset - _NUM_BYTES))
             return file.read(min(offset, _NUM_BYTES))
+    # A file that no step has written yet.
     except FileNotFoundError:
         return b""
 
@@ -76,6 +77,7 @@ class Cursor:
     def parse(cls, text: str) -> Cursor:
         """Return the cursor that a text stands for; the empty one if the text is not a cursor."""
         parts = text.split(".")
+        # From the address, so from anybody: no sign, no other digits, no number of a thousand places.
         if len(parts) == 5 and all(part.isascii() and part.isdigit() and len(part) < 16 for part in parts):
             return cls(*map(int, parts))
         return cls(0)

@@ -70,6 +70,7 @@ class ViewServer(ThreadingHTTPServer):
             UserError: another program uses the port.
         """
         self.sources = sources
+        # Other users of this machine can reach the port, but not guess the path.
         self.token = secrets.token_urlsafe(24)
         try:
             super().__init__((HOST, port), _Handler)
@@ -99,10 +100,12 @@ class ViewServer(ThreadingHTTPServer):
         """Return the response to a GET of a path with its query."""
         url = urlsplit(target)
         token, _, path = url.path.removeprefix("/").partition("/")
+        # Takes equally long for every wrong token, so that its letters cannot be found one by one.
         if not hmac.compare_digest(token.encode(), self.token.encode()):
             return _refusal(HTTPStatus.NOT_FOUND)
         if not path and url.path.endswith("/"):
             page = self.page()
+            # A browser takes this rule from a header only, not from the page.
             policy = f"{page.policy}; frame-ancestors 'none'"
             return Response(HTTPStatus.OK, HTML, (page.head + page.tail).encode(), policy)
         route = _ROUTE.fullmatch(path)
@@ -150,6 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         content = response.content
         takes_gzip = "gzip" in self.headers.get("Accept-Encoding", "") and response.kind != PNG
         is_compressed = takes_gzip and len(content) >= _MIN_COMPRESSED
+        # Level 1: data go no further than this machine, or through a tunnel.
         if is_compressed:
             content = gzip.compress(content, 1)
         self.send_response(response.status)

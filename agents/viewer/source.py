@@ -6,14 +6,17 @@ In memory are only the table row of each episode and its offset in the file; an 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agents.recording import (
     EPISODES,
-    MANIFEST,
     OUTCOMES,
     SCORES,
     TOKENS,
@@ -30,20 +33,20 @@ from agents.recording.safe_files import read_lines, read_regular
 from agents.recording.schema import TRAIN
 from agents.types import messages_before_turns
 from agents.viewer.columns import UNKNOWN, Cell, Row, gap_cells, outcome_cells, row_of
-from agents.viewer.logprob_cache import LogprobCache
 from agents.viewer.positions import Cursor, FilePosition
 from agents.viewer.strict_json import JSON, finite, read_object
 from envs.errors import UserError
 
 FORMAT = 1
+#: Numbers of 8 bytes that are kept, so that most episodes need not be read again for their score.
+MAX_KEPT = 2**23
 R = TypeVar("R", OutcomeRecord, ScoreRecord)
 
 
 class Source:
     """One run, read again and again while it grows.
 
-    `live` says whether the run will still grow; None means: from its `config.yaml` until its `summary.json`. `keep`
-    selects the episodes to show, at most `limit` of them.
+    `keep` selects the episodes to show, at most `limit` of them.
 
     Example::
 
@@ -56,20 +59,18 @@ class Source:
     def __init__(
         self,
         path: Path,
-        live: bool | None = None,
         keep: Callable[[EpisodeRecord], bool] = lambda episode: True,
         limit: int | None = None,
     ) -> None:
         """Read what is there.
 
         Raises:
-            UserError: there is no recording, and `live` is not True.
+            UserError: there is no recording, or a line of it does not match the schema.
         """
         self.path = path
-        self.live = live
         self.keep = keep
         self.limit = limit
-        self.recording: Recording | None = None
+        self.recording = Recording.open(path)
         self._lock = threading.RLock()
         self._state = 0
         self._clear()
@@ -89,7 +90,9 @@ class Source:
         self._outcomes: dict[int, int] = {}
         self._scores: dict[int, int] = {}
         self._changes: list[tuple[int, tuple[str, ...]]] = []
-        self._unscored = LogprobCache()
+        #: Log-probs of the first episodes until their score is read; the file has those of the others.
+        self._unscored: dict[int, NDArray[np.float64]] = {}
+        self._num_kept = 0
         self._positions = {name: FilePosition() for name in (EPISODES, OUTCOMES, SCORES, TOKENS, METRICS)}
 
     def __len__(self) -> int:
@@ -108,16 +111,13 @@ class Source:
     @property
     def folder(self) -> Path:
         """The run folder, or the folder of a recording without a run."""
-        is_inner = self.recording is not None and self.recording.folder.name == "episodes"
-        if self.recording and is_inner:
+        if self.recording.folder.name == "episodes":
             return self.recording.folder.parent
         return self.path
 
     @property
     def is_live(self) -> bool:
-        """Whether the run will still grow."""
-        if self.live is not None:
-            return self.live
+        """Whether the run will still grow: it has begun and not ended. One that was killed may be resumed."""
         return (self.folder / CONFIG).is_file() and not (self.folder / SUMMARY).is_file()
 
     # Reading ------------------------------------------------------------------------------------------------------
@@ -129,8 +129,7 @@ class Source:
             UserError: a line does not match the schema.
         """
         with self._lock:
-            if self.recording is None and not self._open():
-                return
+            # Before reading on: behind a rollback, a known place holds other lines.
             if not all(position.is_valid(self._file(name)) for name, position in self._positions.items()):
                 self._clear()
                 with contextlib.suppress(UserError):  # the manifest may be another run's now
@@ -141,29 +140,19 @@ class Source:
         # An outcome or score is written after its episode. With sizes taken first, its episode is always known.
         ends = {name: _size(self._file(name)) for name in (OUTCOMES, SCORES)}
         self._read_episodes()
-        self._read_later(OUTCOMES, ends[OUTCOMES], self._opened().outcomes_from, self._outcomes, self._outcome_cells)
-        self._read_later(SCORES, ends[SCORES], self._opened().scores_from, self._scores, self._score_cells)
-        tokens = list(self._opened().tokens_from(self._positions[TOKENS].offset))
+        self._read_later(OUTCOMES, ends[OUTCOMES], self.recording.outcomes_from, self._outcomes, _outcome_cells)
+        self._read_later(SCORES, ends[SCORES], self.recording.scores_from, self._scores, self._score_cells)
+        tokens = list(self.recording.tokens_from(self._positions[TOKENS].offset))
         self.tokens += [token for _, token in tokens]
         self._advance_behind(TOKENS, tokens)
         rows = list(read_lines(self._file(METRICS), self._positions[METRICS].offset))
         self.metrics += filter(None, [read_object(line) for _, line in rows])
         self._advance_behind(METRICS, rows)
 
-    def _open(self) -> bool:
-        is_there = any((folder / MANIFEST).is_file() for folder in (self.path, self.path / "episodes"))
-        if is_there or not self.live:
-            self.recording = Recording.open(self.path)
-        return self.recording is not None
-
-    def _opened(self) -> Recording:
-        assert self.recording is not None, "nothing is read before the recording is open"
-        return self.recording
-
     def _file(self, name: str) -> Path:
         if name == METRICS:
             return self.folder / name
-        return self._opened().folder / name
+        return self.recording.folder / name
 
     def _advance(self, name: str, offset: int) -> None:
         if offset != self._positions[name].offset:
@@ -175,14 +164,14 @@ class Source:
 
     def _read_episodes(self) -> None:
         start = self._positions[EPISODES].offset
-        for end, episode in self._opened().episodes_from(start):
+        for end, episode in self.recording.episodes_from(start):
             if self.keep(episode):
                 self._add(episode, (start, end))
             start = end
         self._advance(EPISODES, start)
 
     def _add(self, episode: EpisodeRecord, span: tuple[int, int]) -> None:
-        manifest = self._opened().manifest
+        manifest = self.recording.manifest
         way = manifest.ways.get(episode.way)
         row = row_of(episode, way.thinking if way else None, manifest.env.success_rule)
         index = self._indices.get(episode.id)
@@ -196,14 +185,15 @@ class Source:
                 self.columns.setdefault(name, []).append(cell)
         else:
             # The same id a second time: the later line counts, and its outcome and score stay.
+            self._unscored.pop(index, None)
             self.spans[index], self.sizes[index] = span, episode.num_bytes
             self._set(index, {name: cell for name, cell in row.items() if name not in UNKNOWN})
-        self._unscored.pop(index)
         if index in self._scores:
-            _, score = next(self._opened().scores_from(self._scores[index]))
+            _, score = next(self.recording.scores_from(self._scores[index]))
             self._set(index, gap_cells(episode.logprobs, score.logprobs))
-        elif episode.phase == TRAIN:
-            self._unscored.put(index, episode.logprobs)
+        elif episode.phase == TRAIN and self._num_kept < MAX_KEPT:
+            self._unscored[index] = np.array(episode.logprobs, dtype=np.float64)
+            self._num_kept += len(episode.logprobs)
 
     def _set(self, index: int, row: Row) -> None:
         for name, cell in row.items():
@@ -221,6 +211,7 @@ class Source:
         """Read new outcomes or scores, up to an offset, and fill the cells of their episodes."""
         start = self._positions[name].offset
         for end, record in records_from(start):
+            # Its episode may have been written after the episodes were read.
             if end > until:
                 break
             index = self._indices.get(record.id)
@@ -230,14 +221,12 @@ class Source:
             start = end
         self._advance(name, start)
 
-    def _outcome_cells(self, index: int, outcome: OutcomeRecord) -> Row:
-        if outcome.fate != TRAIN:  # the trainer will not score it
-            self._unscored.pop(index)
-        return outcome_cells(outcome)
-
     def _score_cells(self, index: int, score: ScoreRecord) -> Row:
-        rollout = self._unscored.pop(index)
-        return gap_cells(self.record(index).logprobs if rollout is None else rollout, score.logprobs)
+        rollout = self._unscored.pop(index, None)
+        if rollout is None:
+            _, text = next(read_gzip_lines(self._file(EPISODES), self.spans[index][0]))
+            rollout = json.loads(text)["logprobs"]
+        return gap_cells(rollout, score.logprobs)
 
     # Answers ------------------------------------------------------------------------------------------------------
 
@@ -256,16 +245,17 @@ class Source:
                 "format": FORMAT,
                 "name": self.folder.absolute().name,
                 "folder": str(self.folder.absolute()),
-                "env": self.recording.manifest.env.id if self.recording else "",
+                "env": self.recording.manifest.env.id,
                 "live": live,
-                "registry": own_registry(self.recording.manifest) if self.recording else "",
-                "manifest": finite(self.recording.manifest.model_dump(mode="json")) if self.recording else None,
+                "registry": own_registry(self.recording.manifest),
+                "manifest": finite(self.recording.manifest.model_dump(mode="json")),
                 "metrics": self.metrics[seen.metrics :],
                 "first_metric": seen.metrics,
                 "summary": self._summary(),
                 "num_episodes": len(self),
                 "first": seen.episodes,
                 "columns": {name: cells[seen.episodes :] for name, cells in self.columns.items()},
+                # Apart, because part of a character is bytes, which JSON does not have.
                 "tokens": {str(token.id): token.text for token in new if not token.hex},
                 "token_hex": {str(token.id): token.hex for token in new if token.hex},
                 "updates": self._updates(seen),
@@ -289,10 +279,6 @@ class Source:
                 updates.setdefault(name, {})[str(index)] = self.columns[name][index]
         return updates
 
-    def record(self, index: int) -> EpisodeRecord:
-        """Return an episode. Raises LookupError like `line`."""
-        return EpisodeRecord.model_validate(self.line(index))
-
     def line(self, index: int) -> JSON:
         """Return an episode exactly as recorded, except that NaN and infinity become None.
 
@@ -305,6 +291,7 @@ class Source:
             start, end = self.spans[index]
             found, text = next(read_gzip_lines(self._file(EPISODES), start), (0, b""))
             line = (read_object(text) if found == end else None) or {}
+            # A resumed run may have written another episode to the same place.
             if line.get("id") != self.columns["id"][index]:
                 raise LookupError(f"episode {index} is no longer at offset {start}")
             return line
@@ -315,7 +302,7 @@ class Source:
             offset = self._outcomes.get(index)
             if offset is None:
                 return None
-            return next(self._opened().outcomes_from(offset))[1]
+            return next(self.recording.outcomes_from(offset))[1]
 
     def score(self, index: int) -> ScoreRecord | None:
         """Return the trainer's log-probs of an episode; None until they are recorded."""
@@ -323,7 +310,7 @@ class Source:
             offset = self._scores.get(index)
             if offset is None:
                 return None
-            return next(self._opened().scores_from(offset))[1]
+            return next(self.recording.scores_from(offset))[1]
 
     def episode(self, index: int) -> JSON:
         """Return an episode with its outcome, its score and its index. Raises LookupError like `line`.
@@ -333,7 +320,7 @@ class Source:
         """
         with self._lock:
             line = self.line(index)
-            ways = self._opened().manifest.ways
+            ways = self.recording.manifest.ways
             if (way := ways.get(line["way"])) and way.thinking:
                 line["turns"] = [{**turn, "parts": way.thinking.parts(turn["text"])} for turn in line["turns"]]
             later = {"outcome": self.outcome(index), "score": self.score(index)}
@@ -344,7 +331,11 @@ class Source:
 
     def image(self, name: str) -> bytes:
         """Return the PNG file of an image by its recorded name. Raises `UserError` if it is not what was recorded."""
-        return self._opened().image_file(name)
+        return self.recording.image_file(name)
+
+
+def _outcome_cells(index: int, outcome: OutcomeRecord) -> Row:
+    return outcome_cells(outcome)
 
 
 def _size(path: Path) -> int:

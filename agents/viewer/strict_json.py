@@ -11,6 +11,7 @@ JSON = dict[str, Any]
 
 def dump(value: object) -> bytes:
     """Return compact JSON in ASCII."""
+    # ASCII: half of a surrogate pair cannot be sent, but its escape can.
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
 
 

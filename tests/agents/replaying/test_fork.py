@@ -22,6 +22,7 @@ from agents.recording import EpisodeRecord, Recorder, Recording
 from agents.recording.manifest import build_manifest
 from agents.rendering.renderer import Renderer
 from agents.replay import run
+from agents.replaying.continuation import changes_of
 from agents.replaying.fork import Fork, check_tokenizer
 from agents.replaying.recorded_engine import RecordedEngine, recorded_completions
 from agents.replaying.replayer import ReplayContext
@@ -76,11 +77,10 @@ def forked(
     recording: Recording, episode: EpisodeRecord, turn: int, renderer: Renderer, engine: Engine, max_turns: int = 8
 ) -> tuple[Trajectory, list[str]]:
     """Play on with an engine; return the episode, and what was not as recorded."""
-    told: list[str] = []
     way = recording.manifest.ways["train"].model_copy(update={"max_turns": max_turns})
-    stage = ReplayContext(recording, recording.manifest.env)
-    fork = Fork(recording, episode, turn, stage, renderer, way, told.append)
-    (trajectory,) = asyncio.run(fork.play(fork.loop(engine, 1, 1.0), (7,)))
+    fork = Fork(episode, turn, ReplayContext(recording, recording.manifest.env), renderer, way)
+    told = changes_of(fork)
+    (trajectory,) = asyncio.run(fork.play(fork.loop(engine, 1), (7,)))
     return trajectory, told
 
 
@@ -131,20 +131,11 @@ def test_after_the_recorded_turns_the_other_engine_writes_or_the_episode_is_abor
     assert (stopped.ids, stopped.finish, stopped.prompt_length) == ((), "abort", 5)
 
 
-def test_every_session_has_its_own_turns_and_tells_what_it_was_asked() -> None:
-    seen: list[tuple[int, int, int]] = []
+def test_every_session_has_its_own_turns() -> None:
     other = replace(TURN, ids=(8, 8, 9))
-    engine = RecordedEngine(
-        [[TURN], [other]],
-        64,
-        WRITES_5_9,
-        lambda n, k, request: seen.append((n, k, len(request.ids))),
-    )
-    assert [session_of(engine, asked(1))[0].ids, session_of(engine, asked(1), asked(1, 2))[0].ids] == [
-        (3, 4, 9),
-        (8, 8, 9),
-    ]
-    assert seen == [(0, 0, 1), (1, 0, 1), (1, 1, 2)]
+    engine = RecordedEngine([[TURN], [other]], 64, WRITES_5_9)
+    assert session_of(engine, asked(1))[0].ids == (3, 4, 9)
+    assert session_of(engine, asked(1), asked(1, 2))[0].ids == (8, 8, 9)
 
 
 def test_a_turn_that_ended_in_no_way_of_ours_is_refused(recording: Recording) -> None:
@@ -247,11 +238,7 @@ def command(recording: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_the_environment_answers_otherwise_is_said_before_anybody_plays_on(command, changed) -> None:
     code, shown = command("--id", "train-0-0", "--fork", "2", *changed(2), text="11\n")
     assert code == 0
-    told = (
-        "--- not as recorded: the environment answers turn 2 differently\n"
-        "  recorded: '<|im_end|>\\n<|im_start|>user\\nLower.<|im_end|>\\n<|im_start|>assistant\\n'\n"
-        "  now:      '<|im_end|>\\n<|im_start|>user\\nWarmer.<|im_end|>\\n<|im_start|>assistant\\n'\n"
-    ).replace("'<|im_end|>", "'")  # which the model has written
+    told = "--- not as recorded: observation, turn 2 [0].content\n  recorded: Lower.\n  now:      Warmer.\n"
     assert told in shown
     assert shown.index(told) < shown.index("--- turn 3,")
     assert "Warmer." in shown[shown.index("--- the environment answers turn 2") :]  # it goes on from that
@@ -271,8 +258,8 @@ def test_an_environment_that_ends_the_episode_before_the_turn_is_told(command, c
 def test_an_environment_that_no_longer_ends_the_episode_is_told(command, changed) -> None:
     flags = ("--id", "train-0-0", "--fork", "3", "--max-turns", "4")
     _, shown = command(*flags, *changed(3, "never"), text="11\n")
-    assert "--- not as recorded: turn 3 ended the episode in the recording, and does not now\n" in shown
-    assert shown.count("not as recorded") == 1 and "--- turn 4," in shown
+    assert "--- not as recorded: done, turn 3\n  recorded: true\n  now:      false\n" in shown
+    assert "--- turn 4," in shown
 
 
 def test_a_recording_names_the_bundled_model_so_that_a_fork_needs_no_path(renderer: Renderer) -> None:
@@ -283,7 +270,7 @@ def test_another_prompt_is_told(recording: Recording, renderer: Renderer) -> Non
     episode = episode_of(recording, "train-0-0")
     other = episode.model_copy(update={"messages": ({"role": "user", "content": "Guess!"}, *episode.messages[1:])})
     _, told = forked(recording, other, 0, renderer, guesses(renderer, "11"))
-    assert [text.split("\n")[0] for text in told] == ["the prompt differs"]
+    assert [text.split(",")[0] for text in told] == ["tokens"]
 
 
 def zoom_recording(renderer: Renderer, checkpoint: Path, folder: Path) -> tuple[Recording, str]:
@@ -323,10 +310,8 @@ def test_other_pixels_are_told(
     assert "not as recorded" not in command(*flags, text=f"\\boxed{{{answer}}}\n", run_folder=recording.folder)[1]
     monkeypatch.setattr("envs.geo3k.zoom.Geo3kZoomEnv", Blotted)
     _, shown = command(*flags, text=f"\\boxed{{{answer}}}\n", run_folder=recording.folder)
-    assert [line for line in shown.splitlines() if "as recorded" in line] == [
-        "--- not as recorded: the environment answers turn 1 differently: image 2 of the stream has other pixels",
-        "--- not as recorded: the environment answers turn 2 differently: image 3 of the stream has other pixels",
-    ]
+    told = [line for line in shown.splitlines() if "as recorded" in line]
+    assert told[:2] == [f"--- not as recorded: image, turn {n} [0].content[0].image" for n in (1, 2)], shown
 
 
 def test_a_image_that_is_no_longer_shown_is_told_and_so_are_the_pixels_of_the_next(
@@ -339,7 +324,7 @@ def test_a_image_that_is_no_longer_shown_is_told_and_so_are_the_pixels_of_the_ne
     flags = ("--id", "train-0-0", "--fork", "2", "--registry", "registry.yaml")
     code, shown = command(*flags, text=f"\\boxed{{{answer}}}\n", run_folder=recording.folder)
     assert code == 0 and "now:      " in shown and "No image." in shown
-    assert "answers turn 2 differently: image 2 of the stream has other pixels" in shown
+    assert "not as recorded: image, turn 2" in shown
 
 
 # By hand and by a script ---------------------------------------------------------------------------------------------
@@ -383,27 +368,6 @@ def test_images_of_the_turns_before_are_named(renderer: Renderer, checkpoint: Pa
     assert "--- end: completed, reward 1, 3 turns" in shown
 
 
-@pytest.mark.parametrize("text", ["20\n.\n11\n.\n", '["20", "11"]'])
-def test_a_script_plays_on_as_a_person_would(command, tmp_path: Path, text: str) -> None:
-    (tmp_path / "script").write_text(text)
-    code, shown = command("--id", "train-1-0", "--fork", "1", "--by", "script", "--script", "script")
-    assert (code, "> 20" in shown, "> 11" in shown) == (0, True, True)
-    assert "--- end: completed, reward 1, 3 turns," in shown
-
-
-@pytest.mark.parametrize("text", ["20\n.\n", '["20"]'])
-def test_a_script_that_is_too_short_ends_there(command, tmp_path: Path, text: str) -> None:
-    (tmp_path / "script").write_text(text)
-    code, shown = command("--id", "train-1-0", "--fork", "1", "--by", "script", "--script", "script")
-    assert (code, shown.splitlines()[-1]) == (1, "--- end: the input ends here, the episode does not: no reward")
-
-
-def test_a_turn_of_a_json_script_is_text_and_no_command(command, tmp_path: Path) -> None:
-    (tmp_path / "script").write_text('[":quit\\n.\\n11"]')
-    _, shown = command("--id", "train-1-0", "--fork", "2", "--by", "script", "--script", "script")
-    assert "> :quit\n> .\n> 11\n" in shown and "--- end: completed, reward 1, 3 turns," in shown
-
-
 def test_more_turns_and_fewer_tokens_can_be_given(command) -> None:
     flags = ("--id", "train-1-0", "--fork", "3")
     assert "--max-turns: must be over 3 to continue after turn 3, got 3" in command(*flags, text="11\n")[1]
@@ -413,14 +377,12 @@ def test_more_turns_and_fewer_tokens_can_be_given(command) -> None:
 
 
 def test_what_is_played_on_is_recorded_as_played(command, tmp_path: Path, recording: Recording) -> None:
-    for text in ("11\n", "12\n"):
-        command("--id", "train-1-0", "--fork", "2", "--record", "forks", text=text)
-    first, second = Recording.open(tmp_path / "forks").episodes()
-    assert [first.id, second.id] == ["play-1-0", "play-1-0-1"]
-    assert (first.phase, first.reward, first.sample_id) == ("play", 1.0, "game")
+    command("--id", "train-1-0", "--fork", "2", "--record", "forks", text="11\n")
+    (played,) = Recording.open(tmp_path / "forks").episodes()
+    assert (played.id, played.phase, played.reward, played.sample_id) == ("play-1-0", "play", 1.0, "game")
     episode = episode_of(recording, "train-1-0")
     start = episode.turns[2].start
-    assert first.ids[:start] == second.ids[:start] == episode.ids[:start]
+    assert played.ids[:start] == episode.ids[:start]
 
 
 # By a model ----------------------------------------------------------------------------------------------------------
@@ -449,17 +411,6 @@ def test_the_same_weights_write_what_they_had_written(command, checkpoint: Path,
     (repeated,) = Recording.open(tmp_path / "second").episodes()
     assert repeated.ids == recorded.ids and len(recorded.turns) == 3
     assert np.allclose(repeated.logprobs_T, recorded.logprobs_T, atol=1e-5)
-
-
-def test_an_engine_of_ones_own_writes_what_the_embedded_one_does(command, checkpoint: Path, tmp_path: Path) -> None:
-    model = ("--by", "model", "--model", str(checkpoint), "--max-new-tokens", "60", "--temperature", "0")
-    plain = f"{ROOT / 'tests' / 'agents' / 'engines' / 'plain_engine.py'}:make_engine"
-    for engine in ("hf", plain):
-        name = engine.rpartition(":")[2]
-        assert command("--id", "train-1-0", "--fork", "2", *model, "--engine", engine, "--record", name)[0] == 0
-    ours, own = (next(iter(Recording.open(tmp_path / name).episodes())) for name in ("hf", "make_engine"))
-    assert own.ids == ours.ids and len(own.turns) == 3
-    assert np.allclose(own.logprobs_T, ours.logprobs_T, atol=1e-5)
 
 
 def test_several_continuations_are_counted_beside_what_was_recorded(command, checkpoint: Path, tmp_path: Path) -> None:
@@ -507,16 +458,9 @@ def test_the_path_of_a_model_is_not_taken_from_a_recording(recording: Recording)
         (["--fork", "4", "--id", "train-0-0"], "--fork: must be at most 3, got 4; train-0-0 has 3 turns"),
         (["--fork", "1"], "--id: must select one episode to continue, got train-0-0, train-1-0; name one"),
         (["--fork", "1", "--id", "train-9-0"], "--id: must select one episode to continue, got none"),
-        (["--fork", "1", "--id", "train-0-0", "--turn", "1"], "--fork: must be given without --turn"),
         (
             ["--fork", "1", "--id", "train-0-0", "--samples", "2"],
             "--samples: must be 1 unless a model continues, got 2",
-        ),
-        (["--fork", "1", "--id", "train-0-0", "--by", "script"], "--script: must be given with --by script"),
-        (["--fork", "1", "--id", "train-0-0", "--script", "x"], "--script: must be given with --by script"),
-        (
-            ["--fork", "1", "--id", "train-0-0", "--by", "script", "--script", "no such"],
-            "--script: must be a readable file of text, got no such",
         ),
         (["--fork", "1", "--id", "train-0-0", "--by", "model"], "--model: must name the model for --by model"),
         (

@@ -18,9 +18,10 @@ from agents.recording import EpisodeRecord, Manifest, Recording
 from agents.recording.schema import ImageRecord
 from agents.recording.selection import SelectionConfig, select_episodes
 from agents.replay import ReplayConfig, open_all, replay_all, run
-from agents.replaying.difference import MAX_KEPT, Difference, is_same, shortened
+from agents.replaying.difference import MAX_KEPT, Difference, differences, is_same, shortened
 from agents.replaying.report import kinds
-from agents.replaying.runner import MAX_MEMORY, ReplaySummary, run_concurrently
+from agents.replaying.runner import MAX_MEMORY, ReplaySummary, play_window, windows
+from agents.replaying.stream_replayer import StreamReplayer
 from agents.types import EndReason
 from envs.config.cli import exit_code
 from envs.errors import UserError
@@ -31,14 +32,13 @@ from tests.paths import ROOT
 CALCULATOR, ZOOM = str(FOLDER / "calculator"), str(FOLDER / "geo3k_zoom")
 
 PLANTED = '''
-import random, threading, time
+import random, time
 from PIL import Image
 from envs.calculator import CalculatorEnv
 from envs.geo3k.zoom import Geo3kZoomEnv
 from tests.paths import ROOT
 
 COUNT = [0]
-ALONE = threading.Lock()
 
 
 class Planted:
@@ -65,11 +65,6 @@ class Planted:
             raise RuntimeError("no")
         if self.plant == "hang":
             time.sleep(1.0)
-        if self.plant == "crowded":
-            is_alone = ALONE.acquire(blocking=False)
-            time.sleep(0.5 if is_alone else 6.0)
-            if is_alone:
-                ALONE.release()
         observation, done, info = super().step(text)
         if self.plant == "outcome":
             info["tool_calls"] = [{**call, "outcome": "odd"} for call in info["tool_calls"]]
@@ -119,14 +114,14 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, base in (("calculator", "Calculator"), ("zoom", "Zoom")):
         for plant in (
             "none", "tools", "first", "observation", "image", "outcome", "info", "done", "reward", "raise", "hang",
-            "close", "random", "count", "hostile", "crowded",
+            "close", "random", "count", "hostile",
         ):  # fmt: skip
             entries[f"{name}-{plant}"] = {
                 "entry_point": f"planted:{base}",
                 "description": "planted",
                 "max_turns": 4,
                 "options": {"plant": plant},
-                "step_timeout_s": {"hang": 0.4, "crowded": 3.0}.get(plant, 30.0),
+                "step_timeout_s": 0.4 if plant == "hang" else 30.0,
             }
     path = folder / "registry.yaml"
     path.write_text(json.dumps(entries))  # JSON is YAML
@@ -269,17 +264,6 @@ def test_an_environment_that_is_random_or_counts_is_said_to_be_unsteady(
     assert outcome_of(CALCULATOR, env="calculator-observation", registry=(registry,)).unsteady == []
 
 
-@pytest.mark.alone
-def test_an_environment_that_is_slow_only_among_many_is_no_difference_and_is_said(
-    registry: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = [CALCULATOR, "--env", "calculator-crowded", "--registry", str(registry), "--limit", "4"]
-    assert run(argv) == 0
-    assert "reached a time limit with others, but not alone" in capsys.readouterr().out
-    assert run([*argv, "--max-concurrent", "1"]) == 0
-    assert "time limit" not in capsys.readouterr().out
-
-
 def test_rounding_and_addresses_in_memory_are_no_difference_but_all_else_is() -> None:
     assert is_same(0.1 + 0.2, 0.3) and is_same(1, 1.0) and is_same("<f at 0x7f1234>", "<f at 0x7fabcd>")
     assert not is_same(0.3, 0.3001) and not is_same(1, True) and not is_same("0x7f1234", "0x7fabcd")
@@ -300,7 +284,6 @@ def test_exit_codes_are_0_without_1_with_differences_and_2_for_what_cannot_be_ru
         [CALCULATOR, "--env", "calculater"],
         [CALCULATOR, "--model", str(tmp_path)],
         [CALCULATOR, "--id", "nobody"],
-        [CALCULATOR, "--rescore", "math", "--turn", "1"],
         [CALCULATOR, "--end-reason", "bored"],
     ):
         assert exit_code(lambda argv=argv: run(argv)) == 2, argv
@@ -389,7 +372,7 @@ def test_code_is_taken_from_the_users_own_registries_and_never_from_where_a_reco
     monkeypatch.chdir(copy)
     rule = "environment: must be in the registry, got calculator-none; give --registry {} "
     rule = re.escape(rule.format(copy / "registry.yaml"))
-    for flags in ((), ("--rescore", "math"), ("--fork", "1", "--id", "train-0-0")):
+    for flags in ((), ("--fork", "1", "--id", "train-0-0")):
         with pytest.raises(UserError, match=rule):
             run([".", *flags])
     (copy / "registry.yaml").unlink()
@@ -400,29 +383,19 @@ def test_code_is_taken_from_the_users_own_registries_and_never_from_where_a_reco
     assert "stranger" not in capsys.readouterr().err
 
 
-def test_up_to_a_turn_only_what_came_before_counts(registry: Path) -> None:
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [("reward", []), ("done", []), ("info", [("info", 1)]), ("raise", [("end reason", None)])],
+)
+def test_up_to_a_turn_only_what_came_before_counts(plant: str, found: list[object], registry: Path) -> None:
     episode = next(e for e in Recording.open(CALCULATOR).episodes() if len(e.turns) == 2 and e.turns[1].done)
-    settings = {"registry": (registry,), "selection": {"id": (episode.id,)}}
-    for model in ("", "recorded"):
-        reward = outcome_of(CALCULATOR, env="calculator-reward", model=model, turn=1, **settings)
-        assert reward.differing == [] and reward.num_turns == 1
-        done = outcome_of(CALCULATOR, env="calculator-done", model=model, turn=1, **settings)
-        assert done.differing == []
-        whole = outcome_of(CALCULATOR, env="calculator-done", model=model, turn=2, **settings)
-        assert found_kinds(whole) == {"done", "end reason"}
-        early = outcome_of(CALCULATOR, env="calculator-info", model=model, turn=1, **settings)
-        assert [each.turn for each in early.differing[0].differences] == [1]
-
-
-@pytest.mark.parametrize("model", ["", "recorded"])
-def test_a_turn_that_breaks_the_environment_is_a_difference_where_no_end_is_compared(
-    model: str, registry: Path
-) -> None:
-    episode = next(e for e in Recording.open(CALCULATOR).episodes() if len(e.turns) == 2)
-    settings = {"model": model, "registry": (registry,), "selection": {"id": (episode.id,)}}
-    (cut,) = outcome_of(CALCULATOR, env="calculator-raise", turn=1, **settings).differing
-    assert [(each.kind, each.recorded) for each in cut.differences] == [("end reason", "continues")]
-    assert str(cut.differences[0].replayed).startswith("env_error: ")
+    config = ReplayConfig(run=CALCULATOR, env=f"calculator-{plant}", registry=(registry,), model="recorded")
+    replayer = open_all(config).replayer
+    assert isinstance(replayer, StreamReplayer)
+    changes = differences(episode, asyncio.run(replayer.play(episode, 1)), 1)
+    assert [(each.kind, each.turn) for each in changes] == found
+    if plant == "raise":
+        assert changes[0].recorded == "continues" and str(changes[0].replayed).startswith("env_error: ")
 
 
 def test_episodes_are_chosen_by_id_end_reason_reward_way_and_number() -> None:
@@ -449,36 +422,30 @@ def test_no_more_is_read_than_the_limit_asks_for() -> None:
     assert len(list(select_episodes(one_and_a_fault(), SelectionConfig(limit=1)))) == 1
 
 
-def test_another_grader_flips_the_rewards_that_it_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "rewards.json"
-    assert run([str(FOLDER / "geo3k"), "--rescore", "geo3k_strict", "--report", str(path)]) == 0
-    out = capsys.readouterr().out
-    report = json.loads(path.read_text())
-    flipped = {each["id"]: each["final_text"] for each in report["rewards"] if each["old"] != each["new"]}
-    assert report["flipped"] == len(flipped) == 3
-    assert all(text.startswith("Answer: ") for text in flipped.values())  # right for `math`, and without a box
-    assert f"{next(iter(flipped))}: 1 -> 0, Answer: " in out and "3 of 23 flip" in out
-    assert run([str(FOLDER / "geo3k"), "--rescore", "math"]) == 0
-    assert "0 of 23 flip" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("share", "most"), [(0.001, 8), (0.4, 3), (1.0, 1)])
-def test_episodes_are_replayed_at_once_only_as_far_as_memory_goes(share: float, most: int) -> None:
+@pytest.mark.parametrize(("share", "most"), [(0.001, 20), (0.4, 3), (1.0, 1)])
+def test_episodes_are_in_memory_only_as_far_as_there_is_room(share: float, most: int) -> None:
     episode = next(Recording.open(FOLDER / "calculator").episodes())
     episodes = [(place, episode.model_copy()) for place in range(20)]
     for _, each in episodes:
         each._memory = int(share * MAX_MEMORY)
+    found = list(windows(iter(episodes), 32))
+    assert max(map(len, found)) == most and [place for window in found for place, _ in window] == list(range(20))
+
+
+def test_so_many_episodes_of_a_window_are_played_at_a_time_as_the_flag_says() -> None:
+    episode = next(Recording.open(FOLDER / "calculator").episodes())
+    window = [(place, episode) for place in range(20)]
     now, peak, played = 0, 0, set[int]()
 
     async def play(place: int, episode: EpisodeRecord) -> None:
         nonlocal now, peak
         now, peak = now + 1, max(peak, now + 1)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
         now -= 1
         played.add(place)
 
-    asyncio.run(run_concurrently(play, iter(episodes), max_concurrent=8))
-    assert (peak, played) == (most, set(range(20)))
+    asyncio.run(play_window(play, window, max_concurrent=8))
+    assert (peak, played, window) == (8, set(range(20)), [])
 
 
 def test_a_kept_difference_shows_where_long_values_differ() -> None:

@@ -6,15 +6,13 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from agents.recording import Recording
 from agents.recording.selection import SelectionConfig
-from agents.replay import ReplayConfig, run
+from agents.replay import ReplayConfig
 from agents.replaying.difference import KINDS
 from agents.replaying.fork import ForkConfig
 from envs.config.settings import flag_of, leaves
-from envs.grading import GRADERS, score_text
+from envs.grading import score_text
 from tests.pages import code_block, session
 from tests.paths import ROOT
 from tests.processes import run_command
@@ -57,23 +55,11 @@ def test_the_bug_hunt_finds_the_planted_fault_in_the_three_commands_of_the_page(
         assert [each["replayed"] for each in found["differences"]] == [score_text(text, str(label))]
 
 
-def test_the_rescoring_of_the_page_prints_what_it_shows(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "110")
-    monkeypatch.chdir(ROOT)
-    argv, shown = session(PAGE, "--show 1\n")
-    assert run(argv[1:]) == 0
-    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown.splitlines()
-
-
-def test_every_kind_flag_and_grader_is_on_the_page() -> None:
+def test_every_kind_and_flag_is_on_the_page() -> None:
     assert re.findall(r"^\| `([a-z ]+)` \|", PAGE, re.MULTILINE) == list(KINDS)
     flags = {flag_of(path[-1], field) for path, field in leaves(ReplayConfig)} - {"RUN"}
     named = set(re.findall(r"--[a-z][a-z-]+", PAGE))
     both = {**SelectionConfig.model_fields, **ForkConfig.model_fields}
     own = {flag_of(name, field) for name, field in both.items()}
-    assert own | {"--env", "--registry", "--model", "--turn", "--rescore", "--show", "--report"} <= named
+    assert own | {"--env", "--registry", "--model", "--show", "--report"} <= named
     assert named - flags <= {"--size", "--name"}
-    for grader in GRADERS:
-        assert f"`{grader}`" in PAGE or f"--rescore {grader}`" in PAGE

@@ -20,6 +20,7 @@ from agents.recording import Recorder, Recording
 from agents.recording.manifest import build_manifest
 from agents.rendering.renderer import Renderer
 from agents.replay import run
+from agents.replaying.difference import Difference, differences
 from agents.replaying.replayer import EnvReplayer, ReplayContext, Replayer
 from agents.replaying.report import kinds
 from agents.replaying.runner import ReplaySummary, replay
@@ -178,12 +179,17 @@ def recorded(folder: Path, scene: Scene, spec: EnvSpec, renderer: Renderer) -> R
     return Recording.open(folder)
 
 
-def replayed(
-    recording: Recording, spec: EnvSpec, renderer: Renderer | None, num_turns: int | None = None
-) -> ReplaySummary:
+def replayed(recording: Recording, spec: EnvSpec, renderer: Renderer | None) -> ReplaySummary:
     stage = ReplayContext(recording, spec)
     player: Replayer = StreamReplayer(stage, renderer) if renderer else EnvReplayer(stage)
-    return asyncio.run(replay(player, recording.episodes(), num_turns, max_concurrent=2))
+    return asyncio.run(replay(player, recording.episodes(), max_concurrent=2))
+
+
+def changes(recording: Recording, spec: EnvSpec, renderer: Renderer, num_turns: int) -> tuple[Difference, ...]:
+    """Return what differs in the first turns of the only episode."""
+    (episode,) = recording.episodes()
+    result = asyncio.run(StreamReplayer(ReplayContext(recording, spec), renderer).play(episode, num_turns))
+    return differences(episode, result, num_turns)
 
 
 @pytest.mark.parametrize("name", [name for name, scene in SCENES.items() if scene.plan.get("reset", "say") == "say"])
@@ -201,10 +207,9 @@ def test_an_episode_replays_without_a_difference_however_it_ended(
 ) -> None:
     recording = recorded(tmp_path, SCENES[name], spec, renderer)
     for reader in (None, renderer):
-        for num_turns in (None, 1):
-            outcome = replayed(recording, spec, reader, num_turns)
-            assert (outcome.num_replayed, outcome.skipped) == (1, {})
-            assert outcome.found == [], (reader, num_turns)
+        outcome = replayed(recording, spec, reader)
+        assert (outcome.num_replayed, outcome.skipped, outcome.differing) == (1, {}, []), reader
+    assert changes(recording, spec, renderer, 1) == ()
 
 
 @pytest.mark.parametrize("name", [name for name, scene in SCENES.items() if "raise" in name or "hangs" in name])
@@ -229,9 +234,9 @@ def test_a_fault_that_counts_replays_and_is_a_difference_where_it_is_worth_somet
     counts = spec.model_copy(update={"on_tool_fault": "reward_min", "reward_min_val": -1.0})
     recording = recorded(tmp_path, replace(SCENES[name], end=EndReason.TOOL_FAULT), counts, renderer)
     assert [(episode.reward, episode.end_reason) for episode in recording.episodes()] == [(-1.0, "tool_fault")]
+    assert changes(recording, counts, renderer, 1) == ()
     for reader in (None, renderer):
-        for num_turns in (None, 1):
-            assert replayed(recording, counts, reader, num_turns).found == []
+        assert replayed(recording, counts, reader).differing == []
         for other in (spec, spec.model_copy(update={"options": {"mended": True}})):
             (found,) = replayed(recording, other, reader).differing
             assert {each.kind for each in found.differences} == {"end reason"}
@@ -248,7 +253,7 @@ def test_a_fault_that_the_model_read_replays(renderer: Renderer, tmp_path: Path)
     (episode,) = recording.episodes()
     assert episode.turns[0].info["tool_calls"][0]["outcome"] == "tool_fault"
     for reader in (None, renderer):
-        assert replayed(recording, spec, reader).found == []
+        assert replayed(recording, spec, reader).differing == []
         (found,) = replayed(recording, spec.model_copy(update={"on_tool_fault": "drop"}), reader).differing
         assert found.differences[0].kind == "end reason"
 
@@ -266,11 +271,11 @@ def test_an_episode_that_was_never_begun_is_counted_and_said(spec: EnvSpec, rend
         recorder.write(replace(played, sample_index=1), step=1)
     for reader in (None, renderer):
         outcome = replayed(Recording.open(tmp_path), spec, reader)
-        assert (outcome.num_episodes, outcome.num_replayed, outcome.found) == (2, 1, [])
+        assert (outcome.num_episodes, outcome.num_replayed, outcome.differing) == (2, 1, [])
         assert outcome.skipped == {"ended before the first turn": 1}
 
 
-def test_an_episode_whose_metadata_are_known_as_text_only_is_doubtful_and_no_difference(
+def test_an_episode_whose_metadata_are_known_as_text_only_is_not_compared(
     spec: EnvSpec, renderer: Renderer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recording = recorded(tmp_path / "x", SCENES["completed"], spec, renderer)
@@ -280,10 +285,10 @@ def test_an_episode_whose_metadata_are_known_as_text_only_is_doubtful_and_no_dif
         recorder.write(replace(episode_2[1], metadata={"acts": ("say", "done"), "key": {1, 2}}, reward=7.0), step=1)
         recorder.write(replace(episode_2[1], sample_index=1), step=1)
     outcome = replayed(Recording.open(tmp_path / "y"), spec, None)
-    assert episode.is_exact and outcome.num_replayed == 2
-    assert [found.id for found in outcome.doubtful] == ["train-0-0"] and outcome.differing == []
+    assert episode.is_exact and outcome.num_replayed == 1 and outcome.differing == []
     assert run([str(tmp_path / "y"), "--registry", spec.origin]) == 3
-    assert "1 are doubtful: JSON could not hold their label or metadata as they were" in capsys.readouterr().out
+    said = "1 not replayed, whose label or metadata JSON cannot hold, so a difference proves nothing: train-0-0"
+    assert said in capsys.readouterr().out
 
 
 def test_episodes_with_damaged_or_exchanged_images_are_counted_and_the_others_are_replayed(
@@ -308,7 +313,7 @@ def test_episodes_with_damaged_or_exchanged_images_are_counted_and_the_others_ar
 def test_environments_in_processes_of_their_own_replay(spec: EnvSpec, renderer: Renderer, tmp_path: Path) -> None:
     recording = recorded(tmp_path, SCENES["all turns"], spec, renderer)
     isolated = spec.model_copy(update={"isolation": "process", "reset_timeout_s": 60.0, "step_timeout_s": 60.0})
-    assert replayed(recording, isolated, None).found == []
+    assert replayed(recording, isolated, None).differing == []
     mended = isolated.model_copy(update={"entry_point": "envs.guess:GuessEnv"})
     assert set(kinds(replayed(recording, mended, None).differing)) == {"observation", "info", "reward"}
 
@@ -347,4 +352,4 @@ def test_environments_of_slimes_contract_replay(renderer: Renderer, tmp_path: Pa
         spec = get_spec("theirs", tmp_path / "registry.yaml")
         recording = recorded(tmp_path / "rec", Scene(EndReason.COMPLETED), spec, renderer)
         for reader in (None, renderer):
-            assert replayed(recording, spec, reader).found == []
+            assert replayed(recording, spec, reader).differing == []

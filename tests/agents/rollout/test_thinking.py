@@ -137,8 +137,8 @@ def test_a_replay_applies_the_recorded_rule_and_an_old_recording_keeps_all(tmp_p
         for replayer in (EnvReplayer(context), StreamReplayer(context, renderer)):
             summary = asyncio.run(replay(replayer, recording.episodes()))
             assert (summary.num_replayed, summary.differing) == (1, [])
-        fork = Fork(recording, recorded, 1, context, renderer, context.way(recorded))
-        ends = fork.loop(ScriptedEngine(renderer.tokenizer, lambda turn, _: texts[1]), 1, 1.0)
+        fork = Fork(recorded, 1, context, renderer, context.way(recorded))
+        ends = fork.loop(ScriptedEngine(renderer.tokenizer, lambda turn, _: texts[1]), 1)
         assert [t.reward for t in asyncio.run(fork.play(ends, (7,)))] == [recorded.reward]
 
 
