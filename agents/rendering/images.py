@@ -19,6 +19,7 @@ from agents.types import ProcessedImage
 from envs.errors import UserError, first_line
 from envs.images import MAX_PIXELS, MAX_RATIO, image_digest
 
+#: Patches are float32, and hold each pixel twice in time: they take eight times the bytes of their image.
 MAX_BYTES = 2 * 2**30
 _LIMITS = ("min_pixels", "max_pixels")
 #: How an image is cut, by the names in `vision_config`.
@@ -74,6 +75,7 @@ class ImageStore:
                 raise ValueError(f"the smallest and largest numbers of pixels are {edges[0]} and {edges[1]}")
             side = processor.patch_size * processor.merge_size
             patch = {"shortest_edge": side**2, "longest_edge": side**2}
+            # One patch, white: it shows settings that Transformers takes and cannot compute with.
             with np.errstate(all="ignore"):
                 tried = processor(images=[Image.new("RGB", (side, side), "white")], size=patch, return_tensors="np")
             if not np.isfinite(tried["pixel_values"]).all():
