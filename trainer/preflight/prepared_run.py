@@ -19,6 +19,7 @@ from agents.rendering.renderer import Rendered
 from agents.types import ProcessedImage, Trajectory
 from envs.checks import Check, Verdict, skipped
 from trainer.planning.memory import GIB, count_values
+from trainer.preflight.checks.aggregation import check_aggregation
 from trainer.preflight.checks.free_memory import host_free
 from trainer.preflight.checks.gold_answers import grade_answers
 from trainer.preflight.checks.image_processing import check_patches, noise_image, read_settings
@@ -55,6 +56,7 @@ class LearnerChecks:
     def checks(self) -> Mapping[str, Check]:
         """Return the checks by name."""
         return {
+            "aggregation": lambda: check_aggregation(self.context.config.algorithm, self.context.spec.max_turns),
             "positions": self.positions,
             "sight of the learner": self.sight,
         }

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 #: The checks use this many of the run's problems.
 NUM_PROBLEMS = 4
 #: The checks of a prepared run that take little time. The others read or compute all of the network.
-QUICK = ("gold answers", "positions", "sight of the learner")
+QUICK = ("gold answers", "aggregation", "positions", "sight of the learner")
 
 
 class RunRefused(UserError):
@@ -44,7 +44,7 @@ class QuickChecks:
         doctor = QuickChecks(config)
         doctor.check_config()             # versions, run folder, memory
         context = prepare(config)
-        doctor.check_context(context)     # template, gold answers, positions ...; "doctor: 7 checks sound, 0.9 s"
+        doctor.check_context(context)     # template, gold answers, positions ...; "doctor: 8 checks sound, 0.9 s"
     """
 
     def __init__(self, config: RunConfig) -> None:

@@ -22,6 +22,7 @@ PREPARED_CHECKS = (
     "image preprocessing",
     "forward pass",
     "weights of the learner",
+    "aggregation",
     "positions",
     "sight of the learner",
 )

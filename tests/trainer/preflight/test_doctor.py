@@ -35,6 +35,7 @@ from tests.trainer.preflight.planted_faults import (
     odd,
     zero_grader,
 )
+from trainer.config.algorithm import AggregationName, AlgorithmConfig
 from trainer.config.inputs import ModelConfig
 from trainer.config.learner import ClusterConfig, LearnerConfig
 from trainer.config.rollout import EngineConfig
@@ -43,6 +44,7 @@ from trainer.doctor import run as run_doctor
 from trainer.learner.weights_io import meta_model
 from trainer.planning.memory import GIB, MetaNetworks
 from trainer.planning.qwen3_vl import qwen3_vl_config
+from trainer.preflight.checks.aggregation import check_aggregation
 from trainer.preflight.checks.chat_template import check_conventions
 from trainer.preflight.checks.engine_agreement import check_agreement
 from trainer.preflight.checks.free_memory import FreeMemory, host_free
@@ -108,7 +110,7 @@ START += ["--max-new-tokens", "24", "--tracker", "tensorboard"]
 def test_a_run_begins_with_one_line_of_the_short_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_training([*START, "--out", str(tmp_path)]) == 0
     lines = re.findall(r"^doctor: .*$", capsys.readouterr().out, re.MULTILINE)
-    assert len(lines) == 1 and re.fullmatch(r"doctor: 7 checks sound, \d+\.\d s", lines[0])
+    assert len(lines) == 1 and re.fullmatch(r"doctor: 8 checks sound, \d+\.\d s", lines[0])
 
 
 def test_a_run_with_a_fault_stops_before_step_0_and_leaves_no_folder(
@@ -339,6 +341,17 @@ def test_only_a_move_beyond_the_noise_is_sight(noise: float, changed: float, sta
 )
 def test_an_engine_that_keeps_anything_of_older_weights_is_stale(moved: float, last: float, status: str) -> None:
     assert judge_update(0.005, moved, {"scored again": 0.006, "new session": last}).status == status
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "max_turns", "status"),
+    [("seq-mean-token-mean", 3, "warning"), ("seq-mean-token-mean", 1, "ok"), ("token-mean", 3, "ok")],
+)
+def test_an_aggregation_that_pays_for_turns_is_warned_of(
+    aggregation: AggregationName, max_turns: int, status: str
+) -> None:
+    verdict = check_aggregation(AlgorithmConfig(aggregation=aggregation), max_turns)
+    assert (verdict.status, bool(verdict.fix)) == (status, status == "warning")
 
 
 def test_gold_answers_fail_as_a_whole_when_more_than_half_do() -> None:
