@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -40,7 +41,7 @@ from agents.engines.base import EngineSetup
 from agents.engines.own import MakeEngine
 from agents.rendering.renderer import Renderer
 from agents.rendering.tokenizer_files import model_folder
-from envs.checks import Broken, CheckRun, Finding, Result
+from envs.checks import Broken, CheckRun, Finding, NotApplicable, Result
 from envs.workers.process_info import children
 
 #: By the name of the row. The last one, "closing", is added by `check_engine`.
@@ -104,6 +105,10 @@ def check_engine(
 
     with tempfile.TemporaryDirectory(prefix="weights-") as folder:
         can_go_on = checks.run("building", build, is_needed=True)
+        if can_go_on and checks.wants("pausing", "new weights"):
+            # Made before the checks: of a large network, it may take longer than one of them.
+            with contextlib.suppress(NotApplicable):
+                trials[0].other_network  # noqa: B018
         for name, check in CHECKS.items():
             if not can_go_on or loop.is_over:
                 break

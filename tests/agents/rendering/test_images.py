@@ -37,7 +37,7 @@ PROCESSORS = {
     "qwen3_vl": qwen_processor(16, 256 * 256, 4096 * 4096),
 }
 EVERY = pytest.mark.parametrize("name", PROCESSORS)
-STAGES = st.integers(1, 700)
+STAGES = st.integers(1, 300)
 
 
 def store(name: str = "starter", **options: Any) -> ImageStore:
@@ -49,10 +49,9 @@ def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
     return Image.fromarray(pixels).convert(mode)
 
 
-def is_stable(name: str, width: int, height: int) -> bool:
+def is_stable(name: str, width: int, height: int, processed: Any) -> bool:
     """Whether the processor's own size is one that it would keep."""
     processor = PROCESSORS[name]
-    processed = processor(images=[Image.new("RGB", (width, height))], return_tensors="np")
     _, rows, columns = processed["image_grid_thw"][0]
     rows, columns = rows * processor.patch_size, columns * processor.patch_size
     return stable_size(processor, height, width) == (rows, columns)
@@ -62,9 +61,11 @@ def is_stable(name: str, width: int, height: int) -> bool:
 @examples(30)
 @given(width=STAGES, height=STAGES)
 def test_patches_are_those_that_the_models_own_processor_cuts(name: str, width: int, height: int) -> None:
-    if max(width, height) > MAX_RATIO * min(width, height) or not is_stable(name, width, height):
+    if max(width, height) > MAX_RATIO * min(width, height):
         return
     expected = PROCESSORS[name](images=[noise(width, height)], return_tensors="np")
+    if not is_stable(name, width, height, expected):
+        return
     image = store(name).process(noise(width, height))
     assert np.array_equal(image.pixels_PD, expected["pixel_values"])
     assert [image.grid_thw] == [tuple(grid) for grid in expected["image_grid_thw"].tolist()]
@@ -151,7 +152,7 @@ def test_settings_that_cannot_process_a_image_are_a_user_error(settings: dict[st
 
 @EVERY
 @examples(30)
-@given(short=st.integers(1, 60), ratio=st.floats(1, MAX_RATIO), is_tall=st.booleans())
+@given(short=st.integers(1, 20), ratio=st.floats(1, MAX_RATIO), is_tall=st.booleans())
 def test_a_png_is_not_resized_again_and_gives_the_same_patches(
     name: str, short: int, ratio: float, is_tall: bool
 ) -> None:
@@ -177,7 +178,7 @@ def test_a_png_is_not_resized_again_and_gives_the_same_patches(
 def test_a_very_thin_image_is_resized_until_its_size_is_stable(
     name: str, size: tuple[int, int], expected: tuple[int, int]
 ) -> None:
-    assert not is_stable(name, *size)
+    assert not is_stable(name, *size, PROCESSORS[name](images=[noise(*size)], return_tensors="np"))
     image = store(name).process(noise(*size))
     assert image.resized is not None
     assert image.resized.size == expected

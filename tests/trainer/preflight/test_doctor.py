@@ -61,7 +61,7 @@ from trainer.preflight.report import CHECKS, DoctorConfig, summary_line
 from trainer.run import run as run_training
 from trainer.types import StepStats
 
-SMALL = ("--train-size", "8", "--max-new-tokens", "64", "--problems", "2", "--answers", "4")
+SMALL = ("--train-size", "8", "--max-new-tokens", "32", "--problems", "1", "--answers", "4")
 
 
 @pytest.mark.parametrize("planted", FAULTS, ids=[planted.name for planted in FAULTS])
