@@ -13,15 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agents.checking.scores import BOUNDS
+from agents.checking.scores import BOUNDS, LEAST_MOVE
 from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import sampling_logprobs, stream_logprobs
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingDistribution
 
-#: Other weights must move the log-probs by this many bounds, to be told from the first ones.
-LEAST_MOVE = 20.0
+#: Other weights must also move the log-probs by this many bounds, to be told from the first ones.
+MOVE_BOUNDS = 20.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +99,7 @@ class Reference:
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 # A parameter of one value has no deviation: it stays.
                 parameter.add_(noise * (0.1 * parameter.float().std().nan_to_num(0.0)).to(parameter))
-            if float(np.abs(other.logprobs(ids, images) - before).mean()) > LEAST_MOVE * self.bound:
+            moved = float(np.abs(other.logprobs(ids, images) - before).mean())
+            if moved > max(LEAST_MOVE, MOVE_BOUNDS * self.bound):
                 break
         return other
