@@ -27,8 +27,8 @@ from envs.errors import UserError, did_you_mean
 class CheckEngineConfig(Section):
     """The options of `python -m agents.check_engine`."""
 
-    engine: Literal["hf", "scripted"] | Annotated[str, ENGINE] = Field(
-        description="module:NAME or file.py:NAME of a function that makes the engine; or hf, scripted: our own"
+    engine: Literal["hf"] | Annotated[str, ENGINE] = Field(
+        description="module:NAME or file.py:NAME of a function that makes the engine; or hf: our own"
     )
     model: str = Field(
         default="starter", description="model folder or hub id; 'starter': the small model in the package"
@@ -37,9 +37,6 @@ class CheckEngineConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="number format of computation")
     context_length: int = Field(default=4096, ge=1024, description="longest stream in tokens, prompt included")
     max_batch: int = Field(default=8, ge=1, description="sessions that the engine must run at once")
-    network: bool = Field(
-        default=True, description="compare with the network; leave it out for an engine without one, such as a script"
-    )
     only: tuple[str, ...] = Field(default=(), description='name of a check to run, such as "log-probs"; empty: all')
     check_timeout_s: float = Field(
         default=60, gt=0, description="seconds for one check; the first one to need more is the last"
@@ -51,14 +48,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parse, check, report."""
     config = parse(CheckEngineConfig, argv, "python -m agents.check_engine", "Check an engine without a run.")
     # Imported late, so that --help and a mistyped flag answer at once.
-    from agents.checking.checker import CHECKS, check_engine, make_scripted, setup_of
+    from agents.checking.checker import CHECKS, check_engine, setup_of
 
     if unknown := [name for name in config.only if name not in CHECKS]:
         raise UserError("--only", "must be a check", unknown[0], did_you_mean(unknown[0], CHECKS))
-    if config.engine == "scripted":
-        make = make_scripted
-    else:
-        make = find_engine(config.engine, "ENGINE")
+    make = find_engine(config.engine, "ENGINE")
     console = Console()
     # The logs of an engine's processes go there; its checks need none of them afterwards.
     with tempfile.TemporaryDirectory(prefix="engine-") as folder, console.status("") as status:
@@ -68,7 +62,6 @@ def run(argv: Sequence[str] | None = None) -> int:
         findings = check_engine(
             make,
             setup,
-            config.network and config.engine != "scripted",
             config.check_timeout_s,
             config.max_seconds,
             config.only,

@@ -148,7 +148,7 @@ def test_the_plain_environment_of_the_page_plays_by_its_rules() -> None:
 def test_every_flag_of_the_pages_on_rollouts_and_engines_is_one_of_the_command() -> None:
     text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("rollouts.md", "engines.md"))
     others = {"--enable-fp32-lm-head", "--enable-lora", "--max-lora-rank", "--skip-tokenizer-init"}  # of SGLang
-    others |= {"--tokenizers", "--only", "--no-network", "--variant", "--images", "--profile"}  # of other commands
+    others |= {"--tokenizers", "--only", "--variant", "--images", "--profile"}  # of other commands
     others |= {name for argument in chosen_arguments() for name in argument.names}
     named = set(re.findall(r"--[a-z][a-z0-9-]+", text)) - others
     done = run_command("trainer.run", "--help-all")

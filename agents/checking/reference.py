@@ -13,25 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agents.checking.scores import BOUNDS, LEAST_MOVE
 from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import sampling_logprobs, stream_logprobs
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingDistribution
 
-#: Largest mean |d| in nats between an engine and this network, by the dtype that both compute in. Rounding alone gives
-#: about 1e-6 in float32 and 0.005 in bfloat16; flat positions or a missing temperature give 0.1 and more.
-BOUNDS = {"float32": 1e-3, "bfloat16": 0.05}
-#: Other weights must move the log-probs by this many bounds, to be told from the first ones.
-LEAST_MOVE = 20.0
-
-
-def text_gap(
-    ids: Sequence[int], one: NDArray[np.float32], other: NDArray[np.float32], image_token_id: int | None
-) -> float:
-    """Return the mean |d| in nats over the text of a stream between two scores of it; inf where one is NaN."""
-    is_text = np.asarray(ids[1:]) != image_token_id
-    return float(np.nan_to_num(np.abs(one - other)[is_text].mean(), nan=np.inf))
+#: Other weights must also move the log-probs by this many bounds, to be told from the first ones.
+MOVE_BOUNDS = 20.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,19 +48,13 @@ class Reference:
         """Largest mean |d| in nats that is rounding."""
         return BOUNDS[self.dtype]
 
-    @property
-    def num_ids(self) -> int:
-        """Size of the vocabulary, padding included."""
-        return int(self.model.config.get_text_config().vocab_size)
-
     @torch.no_grad()
-    def table(
-        self, request: GenerateRequest, ids: Sequence[int], distribution: SamplingDistribution | None = None
-    ) -> Tensor:
-        """Return the log-probs (N, V) of every token of a turn, by the request's distribution or another."""
+    def table(self, request: GenerateRequest, ids: Sequence[int]) -> Tensor:
+        """Return the log-probs (N, V) of every token of a turn, by the request's distribution."""
         ids_T = np.asarray((*request.ids, *ids), dtype=np.int64)
         grids = [image.grid_thw for image in request.images]
         positions_3T = mrope_positions(ids_T, grids, self.model.image_token_id, self.model.merge_size)
+        # The row before a token decides it: the last token of the prompt decides the first new one.
         select_BT = torch.zeros(1, len(ids_T), dtype=torch.bool, device=self.device)
         select_BT[0, len(request.ids) - 1 : -1] = True
         logits_NV = self.model(
@@ -80,40 +64,42 @@ class Reference:
             select_BT,
             VisionBatch.build([request.images], self.device),
         )
-        return sampling_logprobs(logits_NV, distribution or request.sampling.distribution).cpu()
+        return sampling_logprobs(logits_NV, request.sampling.distribution).cpu()
 
     def gap(
         self, request: GenerateRequest, completion: Completion, distribution: SamplingDistribution | None = None
     ) -> float:
         """Return the mean |d| in nats between a completion's log-probs and this network's; inf where one is NaN."""
-        scores = self._logprobs(
-            (*request.ids, *completion.ids), request.images, distribution or request.sampling.distribution
-        )
+        ids = (*request.ids, *completion.ids)
+        scores = self.logprobs(ids, request.images, distribution or request.sampling.distribution)
         gaps_N = np.abs(scores[len(request.ids) - 1 :] - np.asarray(completion.logprobs))
         return float(np.nan_to_num(gaps_N.mean(), nan=np.inf))
 
-    async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
-        """Return the log-prob of each id but the first, as an engine does."""
-        return self._logprobs(ids, images)
-
-    def _logprobs(
+    def logprobs(
         self,
         ids: Sequence[int],
         images: Sequence[ProcessedImage],
         distribution: SamplingDistribution = SamplingDistribution(),
     ) -> NDArray[np.float32]:
+        """Return the log-prob of each id but the first."""
         return stream_logprobs(self.model, ids, images, self.device, getattr(torch, self.dtype), distribution)
+
+    async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
+        """Return the log-prob of each id but the first, as an engine does."""
+        return self.logprobs(ids, images)
 
     @torch.no_grad()
     def disturbed(self, path: str, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Reference:
         """Return the network with so much noise on its weights that the log-probs of a stream move."""
         other = Reference.load(path, self.dtype, self.device)
-        before = self._logprobs(ids, images)
+        before = self.logprobs(ids, images)
         generator = torch.Generator().manual_seed(1)
         for _ in range(8):
             for parameter in other.model.parameters():
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                # A parameter of one value has no deviation: it stays.
                 parameter.add_(noise * (0.1 * parameter.float().std().nan_to_num(0.0)).to(parameter))
-            if float(np.abs(other._logprobs(ids, images) - before).mean()) > LEAST_MOVE * self.bound:
+            moved = float(np.abs(other.logprobs(ids, images) - before).mean())
+            if moved > max(LEAST_MOVE, MOVE_BOUNDS * self.bound):
                 break
         return other

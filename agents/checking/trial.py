@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from agents.checking.reference import Reference
-from agents.engines.base import EngineSetup, Session, TrainableEngine
+from agents.engines.base import EngineSetup, TrainableEngine
 from agents.engines.own import missing_parts
 from agents.rendering.renderer import Rendered, Renderer
 from agents.types import Completion, GenerateRequest, SamplingParams
 from envs.checks import Broken, NotApplicable
-from envs.types import Message
 
 #: Tokens of an ordinary turn.
 TURN = 24
@@ -25,71 +25,45 @@ TURN = 24
 ENOUGH = 8
 QUESTIONS = ("What is 3 + 4?", "Name a colour.", "Find x.", "Say anything that comes to your mind, at some length.")
 
+#: What was asked for, and what was written.
+Turn = tuple[GenerateRequest, Completion]
+
 
 @dataclass(eq=False)
 class Trial:
-    """An engine that is being checked, with the network that it should run.
-
-    `reference` is None for an engine without a network. `other` has other weights, which the engine can load from a
-    folder of `folder`; None if the engine cannot be trained. `doing` names the call that the engine got last.
-    """
+    """An engine that is being checked, with the network that it should run, and a folder to save weights in."""
 
     engine: TrainableEngine
     setup: EngineSetup
     renderer: Renderer
-    reference: Reference | None
+    network: Reference
     folder: Path
-    other: Reference | None = None
-    doing: str = "start()"
 
-    def load_other(self) -> None:
-        """Make the network with other weights, if the engine can load them."""
-        if self.reference and not missing_parts(self.engine):
-            prompt = self.prompt()
-            self.other = self.reference.disturbed(self.setup.model_path, prompt.ids, prompt.images)
-
-    @property
-    def network(self) -> Reference:
-        """The network that the engine should run."""
-        if self.reference is None:
-            raise NotApplicable("an engine without a network")
-        return self.reference
-
-    @property
+    @cached_property
     def other_network(self) -> Reference:
-        """The network with other weights."""
-        if self.network and self.other is None:
+        """A network with other weights, which the engine can load."""
+        if missing_parts(self.engine):
             raise NotApplicable("the engine cannot be trained: it has no async update_from_disk(folder, version)")
-        assert self.other is not None
-        return self.other
+        prompt = self.prompt()
+        return self.network.disturbed(self.setup.model_path, prompt.ids, prompt.images)
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
     def prompt(self, number: int = 0, images: Sequence[int] = ()) -> Rendered:
         """Return one of four questions, with images of these seeds before it."""
-        parts = [{"type": "image", "image": make_image(seed)} for seed in images]
-        text = QUESTIONS[number % len(QUESTIONS)]
-        if parts:
-            content = [*parts, {"type": "text", "text": text}]
-        else:
-            content = text
+        content: list[dict[str, object]] = [{"type": "image", "image": make_image(seed)} for seed in images]
+        content.append({"type": "text", "text": QUESTIONS[number % len(QUESTIONS)]})
         return self.renderer.prompt([{"role": "user", "content": content}], ())
 
     def prompts(self) -> list[Rendered]:
         """Return a prompt of text and, where the model sees, one with an image and one with two."""
         if self.reads_images:
-            images = [(), (1,), (2, 3)]
-        else:
-            images = [()]
-        return [self.prompt(number, seeds) for number, seeds in enumerate(images)]
+            return [self.prompt(0), self.prompt(1, (1,)), self.prompt(2, (2, 3))]
+        return [self.prompt(0)]
 
-    def suffix(self, last_id: int) -> Rendered:
-        """Return what follows a turn: an answer with an image, where the model sees."""
-        content: object = "Go on."
-        if self.reads_images:
-            content = [{"type": "image", "image": make_image(4)}, {"type": "text", "text": "Go on."}]
-        message: Message = {"role": "user", "content": content}
-        return self.renderer.suffix([message], last_id)
+    def with_image(self) -> Rendered:
+        """Return a prompt with an image, where the model sees."""
+        return self.prompts()[:2][-1]
 
     @property
     def reads_images(self) -> bool:
@@ -102,68 +76,43 @@ class Trial:
         temperature: float = 1.0,
         seed: int = 0,
         num_tokens: int = TURN,
-        stop_ids: tuple[int, ...] | None = None,
         suppressed_ids: tuple[int, ...] = (),
     ) -> GenerateRequest:
-        """Return a request whose turn goes on to its budget, unless there are `stop_ids`: those of the model cannot be
-        drawn."""
-        stops = self.renderer.stop_ids
-        forbidden = {*self.renderer.suppressed_ids, *suppressed_ids, *(stops if stop_ids is None else ())}
-        sampling = SamplingParams(temperature, stops if stop_ids is None else stop_ids, tuple(sorted(forbidden)))
+        """Return a request whose turn goes on to its budget: the ids that end a turn cannot be drawn."""
+        forbidden = {*self.renderer.suppressed_ids, *suppressed_ids, *self.renderer.stop_ids}
         room = min(self.setup.context_length, self.engine.context_length) - len(prompt.ids)
+        sampling = SamplingParams(temperature, (), tuple(sorted(forbidden)))
         return GenerateRequest(prompt.ids, prompt.images, max(1, min(num_tokens, room)), sampling, seed)
-
-    def following(self, request: GenerateRequest, completion: Completion) -> GenerateRequest:
-        """Return the request for the turn after a completion."""
-        suffix = self.suffix(completion.ids[-1])
-        ids = (*request.ids, *completion.ids, *suffix.ids)
-        return replace(request, ids=ids, images=(*request.images, *suffix.images), seed=request.seed + 1)
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
-    async def generate(self, session: Session, request: GenerateRequest) -> Completion:
-        """Write a turn in an open session."""
-        self.doing = "generate(request)"
-        completion = await session.generate(request)
-        if not isinstance(completion, Completion):
-            found = f"generate returned {type(completion).__name__}"
-            raise Broken(found, "return a Completion of agents/types.py")
-        return completion
-
     async def write(self, request: GenerateRequest) -> Completion:
         """Write a turn in a session of its own."""
-        self.doing = "session()"
         async with self.engine.session() as session:
-            return await self.generate(session, request)
+            return await session.generate(request)
 
-    async def write_all(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+    async def write_all(self, requests: Sequence[GenerateRequest]) -> list[Turn]:
         """Write turns, all at once, each in a session of its own."""
-        return list(await asyncio.gather(*map(self.write, requests)))
+        return list(zip(requests, await asyncio.gather(*map(self.write, requests)), strict=True))
 
-    async def push(self, reference: Reference) -> int:
-        """Let the engine load a network's weights, while it is paused; return their version."""
-        assert self.reference is not None
+    async def push(self, network: Reference) -> None:
+        """Let the engine, which is paused, load a network's weights."""
         version = self.engine.weight_version + 1
-        if reference is self.reference:
-            name = "first"
-        else:
-            name = "other"
-        folder = self.folder / f"{name}-{version}"
-        weights_of = reference.model.named_parameters
-        await asyncio.to_thread(reference.model.save, folder, next(weights_of())[1].dtype)
-        self.doing = "update_from_disk(folder, version)"
+        folder = self.folder / str(version)
+        dtype = next(network.model.parameters()).dtype
+        await asyncio.to_thread(network.model.save, folder, dtype)
         await self.engine.update_from_disk(folder, version)
-        return version
+        if self.engine.weight_version != version:
+            found = f"weight_version is {self.engine.weight_version} after update_from_disk(folder, {version})"
+            raise Broken(found, "take over the version with the weights")
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Pause the engine as long as the context is open."""
-        self.doing = "pause()"
         await self.engine.pause()
         try:
             yield
         finally:
-            self.doing = "resume()"
             await self.engine.resume()
 
     @asynccontextmanager
@@ -179,28 +128,29 @@ class Trial:
 
     # Comparisons ------------------------------------------------------------------------------------------------------
 
-    def compare(
-        self, pairs: Sequence[tuple[GenerateRequest, Completion]], fix: str, reference: Reference | None = None
-    ) -> str:
+    def compare(self, turns: Sequence[Turn], fix: str, network: Reference | None = None) -> str:
         """Compare log-probs of turns with the network's; return the largest gap in words.
 
         Raises:
-            Broken: a turn has another number of log-probs than ids, or they differ by more than rounding.
+            Broken: they differ by more than rounding.
         """
-        network = reference or self.network
-        gaps = []
-        for request, completion in pairs:
-            if not completion.ids or len(completion.ids) != len(completion.logprobs):
-                found = f"{len(completion.logprobs)} log-probs for {len(completion.ids)} ids"
-                raise Broken(found, "return the log-prob of every id, stop id included")
-            if not 0 <= min(completion.ids) <= max(completion.ids) < network.num_ids:
-                raise Broken(f"ids up to {max(completion.ids)} of {network.num_ids}", "return ids of the vocabulary")
-            # The mean over few tokens is less sure.
-            gaps.append(network.gap(request, completion) * min(1.0, len(completion.ids) / ENOUGH))
+        network = network or self.network
+        # The mean over few tokens is less sure.
+        gaps = [network.gap(*turn) * min(1.0, len(turn[1].ids) / ENOUGH) for turn in turns]
         words = f"mean |d| {max(gaps):.1g} nats to the network, at most {network.bound:g} is rounding"
         if max(gaps) > network.bound:
             raise Broken(f"log-probs are not the network's: {words}", fix)
-        return f"{sum(len(completion.ids) for _, completion in pairs)} tokens, {words}"
+        return f"{sum(len(completion.ids) for _, completion in turns)} tokens, {words}"
+
+
+def following(trial: Trial, request: GenerateRequest, completion: Completion) -> GenerateRequest:
+    """Return the request for the turn after a completion; an answer with an image, where the model sees, is between."""
+    content: list[dict[str, object]] = [{"type": "text", "text": "Go on."}]
+    if trial.reads_images:
+        content.insert(0, {"type": "image", "image": make_image(4)})
+    suffix = trial.renderer.suffix([{"role": "user", "content": content}], completion.ids[-1])
+    ids = (*request.ids, *completion.ids, *suffix.ids)
+    return replace(request, ids=ids, images=(*request.images, *suffix.images), seed=request.seed + 1)
 
 
 def make_image(seed: int) -> Image.Image:

@@ -109,16 +109,6 @@ class WeightClient(Protocol):
         """The node of the Ray cluster that the server runs on; "" without one."""
         ...
 
-    @property
-    def release_name(self) -> str:
-        """The release that the server runs; "" where it does not say."""
-        ...
-
-    @property
-    def doubt(self) -> str:
-        """What is not known of that release; "" if nothing."""
-        ...
-
     async def weight_version(self) -> str:
         """Return the version of the weights that the server reports."""
         ...

@@ -7,11 +7,8 @@ again, so engine and trainer see the same pixels.
 
 from __future__ import annotations
 
-import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +19,11 @@ from agents.types import ProcessedImage
 from envs.errors import UserError, first_line
 from envs.images import MAX_PIXELS, MAX_RATIO, image_digest
 
+#: Patches are float32, and hold each pixel twice in time: they take eight times the bytes of their image.
 MAX_BYTES = 2 * 2**30
 _LIMITS = ("min_pixels", "max_pixels")
 #: How an image is cut, by the names in `vision_config`.
 _CUTS = ("patch_size", "temporal_patch_size", "spatial_merge_size")
-
-
-@dataclass(frozen=True)
-class ImageStats:
-    """The counters of a store: it holds `num_images` of `bytes` and took `process_s` seconds for `misses` images.
-
-    `hits` counts images that it had already. An eviction frees an image unless a trajectory still has it.
-    """
-
-    num_images: int = 0
-    bytes: int = 0
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    process_s: float = 0.0
-
-
-@dataclass(frozen=True, eq=False)
-class _HashedImage:
-    """An image object, the memory of its pixels when they were hashed, and their digest."""
-
-    image: weakref.ref[Image.Image]
-    pixels: Any
-    digest: str
 
 
 class ImageStore:
@@ -59,12 +33,8 @@ class ImageStore:
 
         store = ImageStore.find("path/to/model")
         image = store.process(Image.new("RGB", (160, 128)))    # image.num_tokens == 20
-        store.stats()                                          # ImageStats(num_images=1, bytes=307200, misses=1, ...)
 
-    The store keeps at most `max_bytes` and evicts the least recently used images first. It still finds an evicted
-    image while a trajectory holds it. An image object is hashed once: the store marks it read-only for Pillow, which
-    then copies the pixels before it draws on them; the store notices the new memory and hashes again. (A write through
-    the pixel access object of `Image.load` raises; only `Image.frombytes` on such an object goes unnoticed.)
+    The store keeps at most `max_bytes` and evicts the least recently used images first.
     """
 
     def __init__(self, processor: Any, merge_size: int, max_bytes: int = MAX_BYTES) -> None:
@@ -72,10 +42,7 @@ class ImageStore:
         self.merge_size = merge_size
         self.max_bytes = max_bytes
         self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
-        self._alive: weakref.WeakValueDictionary[str, ProcessedImage] = weakref.WeakValueDictionary()
-        self._hashed: dict[int, _HashedImage] = {}
-        self._bytes = self._hits = self._misses = self._evictions = 0
-        self._process_s = 0.0
+        self._bytes = 0
 
     @classmethod
     def find(cls, path: str | Path) -> ImageStore | None:
@@ -108,6 +75,7 @@ class ImageStore:
                 raise ValueError(f"the smallest and largest numbers of pixels are {edges[0]} and {edges[1]}")
             side = processor.patch_size * processor.merge_size
             patch = {"shortest_edge": side**2, "longest_edge": side**2}
+            # One patch, white: it shows settings that Transformers takes and cannot compute with.
             with np.errstate(all="ignore"):
                 tried = processor(images=[Image.new("RGB", (side, side), "white")], size=patch, return_tensors="np")
             if not np.isfinite(tried["pixel_values"]).all():
@@ -132,32 +100,26 @@ class ImageStore:
         """Write `preprocessor_config.json`."""
         self._processor.save_pretrained(folder)
 
-    def stats(self) -> ImageStats:
-        """Return the counters of the store."""
-        return ImageStats(
-            len(self._images), self._bytes, self._hits, self._misses, self._evictions, round(self._process_s, 6)
-        )
-
     def process(self, image: Image.Image) -> ProcessedImage:
         """Return the patches of an image, from the store if it has them.
 
         Raises:
             ValueError: the image has no pixels, or one side is more than 200 times the other.
         """
-        known = self._hashed.get(id(image))
-        if known is not None and known.image() is image and image.im is known.pixels and image.readonly:
-            digest = known.digest
-        else:
-            digest = self._digest(image)
-        found = self._images.get(digest) or self._alive.get(digest)
-        if found is None:
-            started = time.perf_counter()
-            found = self._alive[digest] = self._processed(digest, image.convert("RGB"))
-            self._process_s += time.perf_counter() - started
-            self._misses += 1
-        else:
-            self._hits += 1
-        self._keep(digest, found)
+        if 0 in image.size:
+            raise ValueError(f"an image must have pixels, got {image.width}x{image.height}")
+        # A copy, which stays as it is when the user draws on the image later.
+        image = image.convert("RGB")
+        digest = image_digest(image)
+        if digest in self._images:
+            self._images.move_to_end(digest)
+            return self._images[digest]
+        found = self._images[digest] = self._processed(digest, image)
+        self._bytes += found.num_bytes
+        # The newest stays, however large it is: it is in use.
+        while self._bytes > self.max_bytes and len(self._images) > 1:
+            _, oldest = self._images.popitem(last=False)
+            self._bytes -= oldest.num_bytes
         return found
 
     def grid(self, image: Image.Image) -> tuple[int, int, int]:
@@ -173,33 +135,6 @@ class ImageStore:
         """Return the tokens of an image without processing it; raises as `grid`."""
         time_, rows, columns = self.grid(image)
         return time_ * rows * columns // self.merge_size**2
-
-    def _digest(self, image: Image.Image) -> str:
-        """Return the hash of the image as RGB, and remember it while the object lives unchanged."""
-        if 0 in image.size:
-            raise ValueError(f"an image must have pixels, got {image.width}x{image.height}")
-        image.load()
-        digest = image_digest(image if image.mode == "RGB" else image.convert("RGB"))
-        key = id(image)
-        hashed = self._hashed
-
-        def forget(reference: weakref.ref[Image.Image]) -> None:
-            if key in hashed and hashed[key].image is reference:
-                del hashed[key]
-
-        image.readonly = 1
-        self._hashed[key] = _HashedImage(weakref.ref(image, forget), image.im, digest)
-        return digest
-
-    def _keep(self, digest: str, image: ProcessedImage) -> None:
-        if digest not in self._images:
-            self._bytes += image.num_bytes
-        self._images[digest] = image
-        self._images.move_to_end(digest)
-        while self._bytes > self.max_bytes and len(self._images) > 1:
-            _, oldest = self._images.popitem(last=False)
-            self._bytes -= oldest.num_bytes
-            self._evictions += 1
 
     def _processed(self, digest: str, image: Image.Image) -> ProcessedImage:
         height, width = stable_size(self._processor, image.height, image.width)

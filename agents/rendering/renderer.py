@@ -27,7 +27,9 @@ from envs.checking.chat_template import choose_templates
 from envs.errors import UserError, first_line
 from envs.types import Message, content_parts, message_images
 
+#: An environment has a few shapes; a tool that returns a changing number of images has many.
 MAX_SHAPES = 256
+#: Groups begin one after the other, so episodes of a group ask for their prompt within this many others.
 MAX_PROMPTS = 256
 _VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 
@@ -94,6 +96,7 @@ class Renderer:
         self.closer = self._find_closer()
         self.closer_id = self.encoder.added[self.closer]
         known = set(self.encoder.added.values())
+        # Models of a family end turns with several tokens: <|im_end|> and <|endoftext|>, of which one is written.
         others = {tokenizer.eos_token_id, *stop_ids} & known - {self.closer_id}
         self.stop_ids: tuple[int, ...] = (*sorted(others), self.closer_id)
         #: Ids that the model must never sample: image and video tokens.
@@ -102,6 +105,7 @@ class Renderer:
         self._suffixes: OrderedDict[tuple[ModelTemplate, Shape], Suffix | None] = OrderedDict()
         self._prompts: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()
         self.image_token_id: int | None = self._find_image_token(image_token)
+        # Tried here, so that a template that no stream can follow is refused before step 0.
         for template in dict.fromkeys((self.template, self.tool_template)):
             for role in ("user", "tool"):
                 self._suffix_of(template, ((template.role(role), ("str",)),))
@@ -155,6 +159,7 @@ class Renderer:
             rule = "must have a chat template that takes a conversation"
             fix = f"fix it ({first_line(error)})"
             raise self._error(rule, fix) from error
+        # As text, a control token would be several ids, which the model has never seen as a boundary.
         if missing := control_tokens("".join(ends)) - self.encoder.added.keys():
             rule = f"must have a tokenizer with {' and '.join(sorted(missing))}"
             raise self._error(rule, "add the tokenizer.json that belongs to its chat template")
@@ -179,6 +184,7 @@ class Renderer:
         if missing := control_tokens("".join(texts)) - self.encoder.added.keys():
             rule = f"must have a tokenizer with {' and '.join(sorted(missing))}"
             raise self._error(rule, "add the tokenizer.json of the vision-language model")
+        # Twice or not at all, and placeholders could not be told apart or counted.
         is_written = token in self.encoder.added and all(text.count(token) == 1 for text in texts)
         if is_written:
             return self.encoder.added[token]
@@ -196,6 +202,7 @@ class Renderer:
         grids = tuple((image.digest, image.grid_thw) for image in images)
         key = (tuple(map(_content_key, messages)), grids, repr(tools) if tools else "")
         ids = self._prompts.get(key)
+        # Rendering and encoding are the dear part; a key is made of texts that are there.
         if ids is None:
             text = self.text(messages, tools, len(messages))
             ids = self._prompts[key] = tuple(self.expand(self.encoder.encode(text), images))
@@ -232,6 +239,7 @@ class Renderer:
             else:
                 shape.append((message["role"], tuple(part["type"] for part in content)))
                 texts.extend(part["text"] for part in content if part["type"] != "image")
+        # A turn that ran out of its budget has no closer; one that ended with another stop id neither.
         is_closed = last_id == self.closer_id
         # A message with more than role and content, such as a tool's name, needs a full rendering.
         if all(len(message) == 2 for message in prepared):
@@ -273,6 +281,7 @@ class Renderer:
             else self._prepare(message, template, not place)
             for place, message in enumerate(messages)
         ]
+        # A server of tools is as strange as a row: its descriptions may hold control tokens.
         tools = [_map_texts(tool, self.encoder.break_control_tokens) for tool in tools]
         if tools and not template.teaches_tools:
             prepared = template.with_tools(prepared, tools)

@@ -71,6 +71,7 @@ class Suffix:
         """Return the ids with one text in each gap."""
         ids = list(self.closed if is_closed else self.opened)
         change = self.change
+        # Texts with no added token between them are encoded together: a token may reach over both.
         waiting = ""
         for (before, after, following), text in zip(self.gaps, texts, strict=True):
             waiting += before + change(text) + after

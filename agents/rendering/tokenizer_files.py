@@ -72,6 +72,7 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
     elif "vision_config" in config:
         rule = "must have preprocessor_config.json, because it is a vision-language model"
         raise UserError("--model", rule, str(path), "add the file from the model's repository")
+    # Transformers reads this file for a processor, not for a tokenizer alone.
     if images is not None and not _find(path, "chat_template.jinja"):
         tokenizer.chat_template = _read_json(path, "chat_template.json").get("chat_template") or tokenizer.chat_template
     if not isinstance(tokenizer.chat_template, str | dict) or not tokenizer.chat_template:

@@ -5,21 +5,19 @@ from __future__ import annotations
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from agents.engines.weight_servers import LOCAL_HOSTS
-from agents.model.architectures import architecture_of, read_config
+from agents.model.architectures import read_config
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
-from envs.checks import Verdict, combine
+from envs.checks import Verdict, combine, ok
 from trainer.config.run import RunConfig
 from trainer.learner.weights_io import meta_model
 from trainer.planning.memory import MetaNetworks, Parameters
-from trainer.preflight.checks.chat_template import check_conventions, check_tokens
+from trainer.preflight.checks.chat_template import check_conventions
 from trainer.preflight.checks.free_memory import FreeMemory
 from trainer.preflight.checks.memory import check_memory, on_gpu
 from trainer.preflight.checks.storage import DiskNeed, check_folder
-from trainer.preflight.checks.versions import Uses, check_versions, read_versions
+from trainer.preflight.checks.versions import check_versions, read_versions
 from trainer.setup.backend import check_backend
 from trainer.setup.model_source import resolve_model, template_options
 
@@ -61,39 +59,28 @@ class ConfigChecks:
         return Renderer.from_checkpoint(self.model_path, template_options(self.config.model))
 
     def versions(self) -> Verdict:
-        """Check the versions of packages, CUDA and driver."""
+        """Check the versions of packages."""
         config = self.config
-        starts_servers = config.uses_servers and not config.engine.engine_url
-        packages = ["torch", "transformers"]
-        packages += ["sglang"] if starts_servers else []
-        packages += ["ray"] if config.cluster.num_ranks else []
-        packages += ["peft"] if config.learner.lora_rank else []
-        uses = Uses(
-            packages=tuple(packages),
-            model_type=self.network_config.model_type,
-            has_vision=architecture_of(self.network_config).vision,
-            on_gpu=on_gpu(config),
-            dtype=config.model.dtype,
-        )
-        return check_versions(read_versions(), uses)
+        used = ["torch", "transformers"]
+        if config.uses_servers and config.starts_servers:
+            used.append("sglang")
+        if config.cluster.num_ranks:
+            used.append("ray")
+        if config.learner.lora_rank:
+            used.append("peft")
+        return check_versions(read_versions(), used)
 
     def run_folder(self) -> Verdict:
         """Check the permissions and the free space for what a run writes."""
         config = self.config
         num_trained = Parameters.of(self.networks.trained(config.learner)).trained
         need = DiskNeed.of(config, self.networks.num_parameters, num_trained, config.uses_servers)
-        if config.plays:
-            urls = config.engine.engine_url
-        else:
-            urls = ()
-        others = [urlsplit(url).hostname or url for url in urls]
-        others = [host for host in others if host not in LOCAL_HOSTS]
-        others += [f"the cluster at {config.cluster.ray_address}"] if config.cluster.ray_address else []
-        return check_folder(config.log.out, need, tuple(dict.fromkeys(others)))
+        return check_folder(config.log.out, need)
 
     def memory(self) -> Verdict:
         """Compare the memory that learner and engine need with what is free."""
         config = self.config
+        # Before the estimate, which would add adapters that the network cannot have.
         check_backend(config.cluster, config.model, config.learner, self.network_config)
         return check_memory(config, self.networks, FreeMemory.measure(on_gpu(config)))
 
@@ -104,7 +91,4 @@ class ConfigChecks:
             teaches = "teaches tools"
         else:
             teaches = "knows no tools, which are described for it"
-        if self.renderer.tool_template is not self.renderer.template:
-            teaches += "; the template tool_use is for conversations with tools, default for others"
-        found = f"closes a turn with {self.renderer.closer}, {teaches}"
-        return combine([Verdict("ok", found), *departures, *check_tokens(self.renderer, self.model_path)])
+        return combine([ok(f"closes a turn with {self.renderer.closer}, {teaches}"), *departures])

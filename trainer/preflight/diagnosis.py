@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -77,7 +75,7 @@ def _check_all(config: DoctorConfig, run: CheckRun, loop: asyncio.Runner) -> str
             return "the run cannot be set up"
         num_problems = max(config.checkup.problems, NUM_PROBLEMS)
         prepared = loop.run(PreparedChecks.open(contexts[0], checks.network, num_problems))
-        for name, check in prepared.checks(config.checkup.answers, with_wrong=True).items():
+        for name, check in prepared.all_checks(config.checkup.answers, with_wrong=True).items():
             run.run(name, check)
         if not run.wants(*ENGINE_CHECKS):
             return ""
@@ -92,7 +90,7 @@ def _check_engine(engine: EngineChecks, run: CheckRun) -> str:
     if not run.run("engine", engine.start, is_needed=True):
         return "the engine does not run"
     run.run("weights of the engine", engine.weights)
-    run.run("sight of the engine", engine.image_sensitivity)
+    run.run("sight of the engine", engine.sight)
     # The check of the caches uses the episodes of the check before it.
     run.run("agreement", engine.agreement, is_needed=run.wants("caches after new weights"))
     run.run("caches after new weights", engine.caches)
@@ -116,32 +114,29 @@ def trial(config: RunConfig, folder: Path, hidden_size: int) -> RunConfig:
             "algorithm": config.algorithm.model_copy(update=algorithm),
             "checkpoint": config.checkpoint.model_copy(update={"resume": None}),
             "stages": StagesConfig(),
-            "log": config.log.model_copy(update={"out": folder.parent, "name": folder.name}),
+            "log": config.log.model_copy(update={"out": folder, "name": "run"}),
         }
     )
 
 
 @contextlib.contextmanager
 def scratch_folder(out: Path) -> Iterator[Path]:
-    """Yield the path of a new folder below `out` or, if `out` is not writable, below the system's temporary folder.
+    """Yield a new folder below `out`, or below the system's temporary folder if `out` is not writable.
 
-    At the end, the folder is removed, with all folders that were made for it.
+    At the end it is removed, with all folders that were made for it.
     """
-    name = f"doctor-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     made = [path for path in (out, *out.parents) if not path.exists()]
-    try:
+    # Below `out`, because servers on other hosts read weights there, and because it has room for them.
+    with contextlib.suppress(OSError):
         out.mkdir(parents=True, exist_ok=True)
-        if os.access(out, os.W_OK):
-            parent = out
-        else:
-            parent = Path(tempfile.gettempdir())
-    except OSError:
+    if os.access(out, os.W_OK):
+        parent = out.absolute()
+    else:
         parent = Path(tempfile.gettempdir())
-    folder = parent.absolute() / name
     try:
-        yield folder
+        with tempfile.TemporaryDirectory(prefix="doctor-", dir=parent, ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
         for path in made:
             with contextlib.suppress(OSError):
                 path.rmdir()

@@ -1,62 +1,60 @@
-"""Token streams for the checks: the run's own problems, rendered as an episode renders them, and variants of them.
-
-Legend: T tokens of a stream, N chosen tokens.
-"""
+"""Token streams for the checks: the run's own problems, rendered as an episode renders them, and variants of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from agents.model.architectures import ModelFacts
-from agents.rendering.renderer import Rendered, Renderer
+from agents.rendering.renderer import Rendered
 from agents.types import EndReason, Trajectory, TrajectoryGroup, Turn
-from envs.env import EnvArgs
 from envs.execution.runner import EnvRunner
-from envs.spec import BuildEnv, EnvLimits
-from envs.types import Message, Sample, SampleSource
+from envs.spec import EnvLimits
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.data.packing import training_samples
+from trainer.rollouts.live import LiveContext
 from trainer.types import TrainingSample
 
 
-@dataclass(frozen=True, eq=False)
-class OpenedProblem:
-    """A problem at the start of its episode: the messages before the first turn, the tools, and the prompt's tokens."""
+async def open_problems(context: LiveContext, count: int) -> list[Trajectory]:
+    """Open the environments of a run's first problems; return those that open, each with an answer as its only turn.
 
-    sample: Sample
-    messages: tuple[Message, ...]
-    tools: Sequence[Mapping[str, Any]]
-    prompt: Rendered
-
-
-async def open_problems(
-    samples: SampleSource, build_env: BuildEnv, args: EnvArgs, limits: EnvLimits, renderer: Renderer, count: int
-) -> list[OpenedProblem]:
-    """Open the environments of the first problems and return those that open."""
+    The answer puts text behind the image even if the prompt ends with it.
+    """
+    args = context.env_args(context.spec.max_turns)
+    renderer = context.renderer
     opened = []
-    for index in range(min(count, len(samples))):
-        sample = samples[index]
-        runner = EnvRunner(lambda sample=sample: build_env(sample, args), limits, sample.id)
+    for index in range(min(count, len(context.train_samples))):
+        sample = context.train_samples[index]
+        runner = EnvRunner(lambda sample=sample: context.build_env(sample, args), EnvLimits.of(context.spec), sample.id)
         try:
             messages = (*sample.prompt, *await runner.open())
-            opened.append(OpenedProblem(sample, messages, runner.tools, renderer.prompt(messages, runner.tools)))
+            prompt = renderer.prompt(messages, runner.tools)
         except Exception:  # in the agent loop, an environment that fails is data
             continue
         finally:
             await runner.close()
+        answer = f"The answer is \\boxed{{{sample.label if sample.label is not None else 7}}}."
+        ids = (*prompt.ids, *renderer.encoder.encode(answer), renderer.closer_id)
+        opened.append(as_trajectory(Rendered(ids, prompt.images), len(prompt.ids)))
     return opened
 
 
-def with_answer(problem: OpenedProblem, renderer: Renderer) -> Rendered:
-    """Return a problem's prompt and an answer, so that text follows the image even if the prompt ends with it."""
-    label = problem.sample.label
-    text = f"The answer is \\boxed{{{label if label is not None else 7}}}."
-    ids = (*problem.prompt.ids, *renderer.encoder.encode(text), renderer.closer_id)
-    return Rendered(ids, problem.prompt.images)
+def probe_episodes(context: LiveContext, opened: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return episodes with one image and with two, where a problem shows one, and at the end one without images."""
+    found: list[Trajectory] = []
+    for episode in opened:
+        if episode.images:
+            ids = tuple(episode.ids_T.tolist())
+            # Positions after a second image depend on both grids.
+            twice = Rendered((*ids[: episode.prompt_length], *ids), (*episode.images, *episode.images))
+            found = [episode, as_trajectory(twice, 2 * episode.prompt_length)]
+            break
+    renderer = context.renderer
+    plain = renderer.prompt(({"role": "user", "content": "What is 3 + 4? Write the answer as \\boxed{}."},))
+    ids = (*plain.ids, *renderer.encoder.encode("The answer is \\boxed{7}."), renderer.closer_id)
+    return [*found, as_trajectory(Rendered(ids, ()), len(plain.ids))]
 
 
 def as_trajectory(stream: Rendered, num_prompt: int, logprobs: Sequence[float] = ()) -> Trajectory:
@@ -81,18 +79,14 @@ def as_trajectory(stream: Rendered, num_prompt: int, logprobs: Sequence[float] =
 
 
 def as_training_samples(
-    trajectories: Sequence[Trajectory], advantages: Sequence[float], facts: ModelFacts
+    trajectories: Sequence[Trajectory], facts: ModelFacts, advantages: Sequence[float] = ()
 ) -> list[TrainingSample]:
-    """Return episodes as the samples of one update, with the given advantages; with advantage 0 nothing is learnt.
-
-    A single episode is used twice, because a group needs two.
-    """
-    chosen = (*trajectories,)
-    weights = (*advantages,)
-    if len(chosen) == 1:
-        chosen = chosen * 2
-        weights = weights * 2
-    group = TrajectoryGroup("doctor", chosen)
+    """Return episodes as the samples of one update; without advantages nothing is learnt from them."""
+    weights = advantages or [0.0] * len(trajectories)
+    if len(trajectories) == 1:  # a group needs two
+        trajectories = [*trajectories, *trajectories]
+        weights = [*weights, *weights]
+    group = TrajectoryGroup("doctor", tuple(trajectories))
     return training_samples(
         [group], [weights], facts.image_token_id, facts.merge_size, AlgorithmConfig(), max_new_tokens=1
     )

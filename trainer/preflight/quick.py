@@ -11,7 +11,7 @@ from envs.checks import Check, CheckRun, Finding
 from envs.errors import UserError
 from trainer.config.run import RunConfig
 from trainer.preflight.config_only import ConfigChecks
-from trainer.preflight.prepared_run import PreparedChecks, RecordedChecks
+from trainer.preflight.prepared_run import LearnerChecks, PreparedChecks
 from trainer.preflight.report import summary_line
 from trainer.rollouts.live import LiveContext
 from trainer.rollouts.recorded import RecordedContext
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: The checks use this many of the run's problems.
 NUM_PROBLEMS = 4
-#: The checks of a prepared run that need no engine and little time.
-QUICK = ("template in play", "gold answers", "positions", "sight of the learner")
+#: The checks of a prepared run that take little time. The others read or compute all of the network.
+QUICK = ("gold answers", "aggregation", "positions", "sight of the learner")
 
 
 class RunRefused(UserError):
@@ -44,7 +44,7 @@ class QuickChecks:
         doctor = QuickChecks(config)
         doctor.check_config()             # versions, run folder, memory
         context = prepare(config)
-        doctor.check_context(context)     # template, gold answers, positions, sight; "doctor: 8 checks sound, 0.9 s"
+        doctor.check_context(context)     # template, gold answers, positions ...; "doctor: 8 checks sound, 0.9 s"
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -101,9 +101,9 @@ class QuickChecks:
         network = self._config_checks.network
         if isinstance(context, LiveContext):
             prepared = asyncio.run(PreparedChecks.open(context, network, NUM_PROBLEMS))
-            return prepared.checks(NUM_PROBLEMS, with_wrong=False)
+            return prepared.all_checks(NUM_PROBLEMS, with_wrong=False)
         assert isinstance(context, RecordedContext), type(context)
-        return RecordedChecks(context, network, NUM_PROBLEMS).checks()
+        return LearnerChecks.recorded(context, network, NUM_PROBLEMS).checks()
 
     def _report_new(self) -> None:
         """Log new warnings (and faults, with `--doctor warn`); raise `RunRefused` for faults with `--doctor stop`."""

@@ -18,12 +18,12 @@ CONFIG_CHECKS = ("versions", "run folder", "memory", "chat template")
 PREPARED_CHECKS = (
     "set-up",
     "data",
-    "template in play",
     "gold answers",
     "image preprocessing",
-    "positions",
     "forward pass",
     "weights of the learner",
+    "aggregation",
+    "positions",
     "sight of the learner",
 )
 #: Checks that need a running engine (`EngineChecks`); "engine" is its start.

@@ -296,8 +296,6 @@ class TrainingSession(RunSession[LoopState]):
         if self.recorder:  # most of it within rollout_s
             metrics["record_s"] = self.recorder.seconds - self._recorded_s
             self._recorded_s = self.recorder.seconds
-        if images := self.context.renderer.images:
-            metrics |= {f"images/{name}": value for name, value in asdict(images.stats()).items()}
         metrics |= {"idle/learner_time_frac": clock.seconds["rollout_s"] / clock.total_s, **self.rollouts.idle_fracs()}
         metrics["tokens_per_s"] = sum(t.num_model_tokens for t in rollout.played) / clock.total_s
         metrics |= {"step": float(self.step), **(stats.row() if stats else {})}

@@ -16,7 +16,7 @@ import torch
 
 from agents.engines.sglang import SGLangSettings
 from agents.engines.sglang.client import ask
-from agents.engines.sglang.releases import KEEPS_IDS, NEWEST, OLDEST, UNKNOWN, Release, dotted
+from agents.engines.sglang.releases import OLDEST, UNKNOWN, Release, dotted
 from agents.engines.sglang.server_arguments import server_gpus
 from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
 from envs.errors import UserError, first_line
@@ -24,16 +24,8 @@ from envs.execution.watchdog import bounded
 from trainer.config.inputs import ModelConfig
 from trainer.config.rollout import API_KEY_VARIABLE, EngineConfig, Placement, ServersConfig
 
-#: The releases of SGLang that a run supports, and the first one that keeps the ids of requests with images.
-SUPPORTED = f"{dotted(OLDEST)} to {dotted(NEWEST)}"
-FIRST_EXACT = dotted(KEEPS_IDS)
 #: How long a program may take to write a key into a pipe.
 KEY_S = 10.0
-
-
-def release_doubt(version: str) -> str:
-    """Return what is not known of a release of SGLang; "" for a supported one."""
-    return Release.of({"version": version}).doubt
 
 
 def engine_api_key(engine: ServersConfig) -> str:

@@ -129,16 +129,6 @@ class SGLangClient:
         self._model_type = ""
         self._waits: set[asyncio.Timeout] = set()
 
-    @property
-    def release_name(self) -> str:
-        """The release of SGLang that the server runs; "" where it does not say."""
-        return self.release.version
-
-    @property
-    def doubt(self) -> str:
-        """What is not known of that release; "" if nothing."""
-        return self.release.doubt
-
     async def call(
         self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None, key: str = ""
     ) -> Any:

@@ -29,7 +29,7 @@ class OneServer:
     """The engine's only server, and the calls to it."""
 
     number = num_restarts = 0
-    url, node, release_name, doubt = "http://127.0.0.1", "", "", ""
+    url, node = "http://127.0.0.1", ""
 
     def __init__(self, engine: GroupEngine) -> None:
         self.engine, self.client, self.busy = engine, self, BusyTime()

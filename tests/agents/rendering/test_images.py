@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 from pathlib import Path
@@ -38,7 +37,7 @@ PROCESSORS = {
     "qwen3_vl": qwen_processor(16, 256 * 256, 4096 * 4096),
 }
 EVERY = pytest.mark.parametrize("name", PROCESSORS)
-STAGES = st.integers(1, 700)
+STAGES = st.integers(1, 300)
 
 
 def store(name: str = "starter", **options: Any) -> ImageStore:
@@ -50,10 +49,9 @@ def noise(width: int, height: int, mode: str = "RGB") -> Image.Image:
     return Image.fromarray(pixels).convert(mode)
 
 
-def is_stable(name: str, width: int, height: int) -> bool:
+def is_stable(name: str, width: int, height: int, processed: Any) -> bool:
     """Whether the processor's own size is one that it would keep."""
     processor = PROCESSORS[name]
-    processed = processor(images=[Image.new("RGB", (width, height))], return_tensors="np")
     _, rows, columns = processed["image_grid_thw"][0]
     rows, columns = rows * processor.patch_size, columns * processor.patch_size
     return stable_size(processor, height, width) == (rows, columns)
@@ -63,9 +61,11 @@ def is_stable(name: str, width: int, height: int) -> bool:
 @examples(30)
 @given(width=STAGES, height=STAGES)
 def test_patches_are_those_that_the_models_own_processor_cuts(name: str, width: int, height: int) -> None:
-    if max(width, height) > MAX_RATIO * min(width, height) or not is_stable(name, width, height):
+    if max(width, height) > MAX_RATIO * min(width, height):
         return
     expected = PROCESSORS[name](images=[noise(width, height)], return_tensors="np")
+    if not is_stable(name, width, height, expected):
+        return
     image = store(name).process(noise(width, height))
     assert np.array_equal(image.pixels_PD, expected["pixel_values"])
     assert [image.grid_thw] == [tuple(grid) for grid in expected["image_grid_thw"].tolist()]
@@ -152,7 +152,7 @@ def test_settings_that_cannot_process_a_image_are_a_user_error(settings: dict[st
 
 @EVERY
 @examples(30)
-@given(short=st.integers(1, 60), ratio=st.floats(1, MAX_RATIO), is_tall=st.booleans())
+@given(short=st.integers(1, 20), ratio=st.floats(1, MAX_RATIO), is_tall=st.booleans())
 def test_a_png_is_not_resized_again_and_gives_the_same_patches(
     name: str, short: int, ratio: float, is_tall: bool
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_png_is_not_resized_again_and_gives_the_same_patches(
 def test_a_very_thin_image_is_resized_until_its_size_is_stable(
     name: str, size: tuple[int, int], expected: tuple[int, int]
 ) -> None:
-    assert not is_stable(name, *size)
+    assert not is_stable(name, *size, PROCESSORS[name](images=[noise(*size)], return_tensors="np"))
     image = store(name).process(noise(*size))
     assert image.resized is not None
     assert image.resized.size == expected
@@ -216,20 +216,12 @@ def test_placeholders_are_those_of_the_models_own_processor(
         assert [list(i.grid_thw) for i in rendered.images] == expected["image_grid_thw"].tolist()
 
 
-def test_all_samples_share_one_image_and_it_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[int] = []
-    monkeypatch.setattr("agents.rendering.images.image_digest", lambda image: hashed.append(1) or image_digest(image))
+def test_all_samples_share_one_image() -> None:
     images = store()
     shared = make_image(seed=1)
     first = images.process(shared)
-    assert all(images.process(shared) is first for _ in range(8))
-    assert len(hashed) == 1
+    assert images.process(shared) is first
     assert images.process(shared.copy()) is first
-    assert len(hashed) == 2
-    stats = images.stats()
-    assert (stats.num_images, stats.hits, stats.misses, stats.evictions) == (1, 9, 1, 0)
-    assert stats.bytes == first.num_bytes == first.pixels_PD.nbytes + 2 * 64 * 64 * 3
-    assert stats.process_s > 0
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "CMYK"])
@@ -267,53 +259,24 @@ def test_an_object_whose_pixels_are_changed_is_another_image(change: Any) -> Non
     assert images.process(shared).digest == image_digest(shared.convert("RGB"))
 
 
-def test_pixels_cannot_be_changed_behind_the_stores_back() -> None:
-    images = store()
+def test_what_is_drawn_on_an_image_later_does_not_change_its_patches() -> None:
     shared = make_image(seed=1)
-    first = images.process(shared)
-    with pytest.raises(ValueError, match="readonly"):
-        shared.load()[0, 0] = (1, 2, 3)
-    png = first.png
+    first = store().process(shared)
     draw(shared)
     assert np.array_equal(first.pixels_PD, store().process(make_image(seed=1)).pixels_PD)
-    assert png == store().process(make_image(seed=1)).png
+    assert first.png == store().process(make_image(seed=1)).png
 
 
 def test_the_store_keeps_to_its_bytes_and_lets_go_of_what_was_used_longest_ago() -> None:
     size = store().process(make_image()).num_bytes
     images = store(max_bytes=2 * size)
     one = images.process(make_image(seed=1))
-    two_pixels = images.process(make_image(seed=2)).pixels_PD.copy()
+    two = images.process(make_image(seed=2))
     assert images.process(make_image(seed=1)) is one
     images.process(make_image(seed=3))
-    gc.collect()
-    stats = images.stats()
-    assert (stats.num_images, stats.bytes, stats.misses, stats.evictions) == (2, 2 * size, 3, 1)
     assert images.process(make_image(seed=1)) is one
-    assert images.stats().misses == 3
-    assert (images.process(make_image(seed=2)).pixels_PD == two_pixels).all()
-    assert images.stats().misses == 4
-
-
-def test_an_image_that_a_trajectory_holds_is_never_processed_again() -> None:
-    images = store(max_bytes=1)
-    shared = make_image(seed=1)
-    held = images.process(shared)
-    for seed in range(2, 6):
-        images.process(make_image(seed=seed))
-    assert images.stats().num_images == 1
-    assert images.process(shared) is held
-    assert images.process(make_image(seed=1)) is held
-    assert images.stats().misses == 5
-
-
-def test_the_store_forgets_objects_that_are_gone() -> None:
-    images = store()
-    for seed in range(5):
-        images.process(make_image(seed=seed))
-    gc.collect()
-    assert len(images._hashed) == 0
-    assert images.stats().num_images == 5
+    again = images.process(make_image(seed=2))
+    assert again is not two and np.array_equal(again.pixels_PD, two.pixels_PD)
 
 
 def test_an_image_without_its_image_has_no_png() -> None:

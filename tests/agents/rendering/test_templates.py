@@ -190,19 +190,6 @@ def test_canonical_turns_give_the_rendering_of_the_whole_conversation_at_every_b
 
 @EVERY
 @MANY
-@given(data=st.data())
-def test_sampled_ids_are_kept_verbatim_and_change_nothing_around_them(name: str, data: st.DataObject) -> None:
-    renderer = renderer_for(name)
-    prompt, turns = data.draw(conversations(shows_images(name)))
-    split = [([*letters(renderer, text), renderer.closer_id], answers) for text, answers in turns]
-    kept = played(renderer, prompt, split)
-    other = played(renderer, prompt, [(canonical(renderer, text), answers) for text, answers in turns])
-    assert [kept.ids_T[turn.start : turn.end].tolist() for turn in kept.turns] == [ids for ids, _ in split]
-    assert kept.ids_T[~kept.mask_T].tolist() == other.ids_T[~other.mask_T].tolist()
-
-
-@EVERY
-@MANY
 @given(data=st.data(), tools=st.sampled_from([(), TOOLS]))
 def test_the_check_finds_nothing_in_a_right_stream(
     name: str, data: st.DataObject, tools: tuple[dict[str, Any], ...]

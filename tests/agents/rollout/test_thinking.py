@@ -14,20 +14,17 @@ from agents.recording import Recorder, Recording
 from agents.recording.manifest import build_manifest
 from agents.recording.schema import MANIFEST, TRAIN
 from agents.rendering.renderer import Renderer
-from agents.rendering.thinking import find_thinking
 from agents.replaying.fork import Fork
 from agents.replaying.replayer import EnvReplayer, ReplayContext
 from agents.replaying.runner import replay
 from agents.replaying.stream_replayer import StreamReplayer
-from agents.rollout.episode import Episode, Limits
+from agents.rollout.episode import Episode
 from agents.types import EndReason, GenerateRequest, Trajectory
 from envs.execution.load import load_env
 from envs.registry import get_spec
 from envs.spec import EnvSpec
 from envs.tool_calls.thinking import ThinkingSetting
 from tests.agents.rendering.template_cases import renderer_for
-from trainer.preflight.checks.chat_template import play_scripted
-from trainer.preflight.probe_streams import open_problems
 from trainer.setup.components import build_episode
 
 SPEC = get_spec("calculator")
@@ -140,15 +137,3 @@ def test_a_replay_applies_the_recorded_rule_and_an_old_recording_keeps_all(tmp_p
         fork = Fork(recorded, 1, context, renderer, context.way(recorded))
         ends = fork.loop(ScriptedEngine(renderer.tokenizer, lambda turn, _: texts[1]), 1)
         assert [t.reward for t in asyncio.run(fork.play(ends, (7,)))] == [recorded.reward]
-
-
-def test_the_doctor_speaks_outside_of_a_thought_that_the_template_opens() -> None:
-    renderer, build, args = renderer_for(OPENED), load_env(SPEC), SPEC.args()
-    limits = Limits().env
-
-    async def scripted() -> Trajectory:
-        (problem,) = await open_problems(SAMPLES, build, args, limits, renderer, 1)
-        return await play_scripted(problem, renderer, build, args, limits, find_thinking(renderer.template))
-
-    trajectory = asyncio.run(scripted())
-    assert (outcomes(trajectory), trajectory.reward) == ([1, 0], 1.0)

@@ -8,27 +8,21 @@ import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from agents.checking.image_gaps import ImageGaps, check_image_gaps
-from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.client import SGLangClient
-from agents.engines.sglang.releases import Release
-from agents.engines.sglang.servers import Server
+from agents.checking.scores import check_gap, judge_sight, judge_update
 from agents.model import STARTER_PATH
+from agents.rendering.images import ImageStore
 from envs.checks import CheckRun, Finding, Verdict, combine, fault, ok, skipped, warning
 from envs.config.cli import parse
 from envs.config.settings import leaves
 from envs.errors import UserError
 from envs.success import Success
 from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, renderer_for
-from tests.builders import trajectory
 from tests.paths import ROOT
 from tests.tiny_models import tiny_config
 from tests.trainer.preflight.planted_faults import (
@@ -41,6 +35,7 @@ from tests.trainer.preflight.planted_faults import (
     odd,
     zero_grader,
 )
+from trainer.config.algorithm import AggregationName, AlgorithmConfig
 from trainer.config.inputs import ModelConfig
 from trainer.config.learner import ClusterConfig, LearnerConfig
 from trainer.config.rollout import EngineConfig
@@ -49,25 +44,24 @@ from trainer.doctor import run as run_doctor
 from trainer.learner.weights_io import meta_model
 from trainer.planning.memory import GIB, MetaNetworks
 from trainer.planning.qwen3_vl import qwen3_vl_config
+from trainer.preflight.checks.aggregation import check_aggregation
 from trainer.preflight.checks.chat_template import check_conventions
-from trainer.preflight.checks.engine_agreement import check_agreement, describe_parts, gaps_by_part
+from trainer.preflight.checks.engine_agreement import check_agreement
 from trainer.preflight.checks.free_memory import FreeMemory, host_free
 from trainer.preflight.checks.gold_answers import AnswerRewards, check_answers
-from trainer.preflight.checks.image_processing import check_settings
+from trainer.preflight.checks.image_processing import check_patches, noise_image
 from trainer.preflight.checks.memory import check_memory, memory_need
 from trainer.preflight.checks.prompt_lengths import check_lengths
-from trainer.preflight.checks.stale_cache import CacheGaps, check_caches
-from trainer.preflight.checks.storage import DiskNeed, check_folder, file_system
-from trainer.preflight.checks.versions import RANGES, Uses, Versions, check_versions, read_driver
-from trainer.preflight.checks.weights import check_same, check_tower, rows_of
+from trainer.preflight.checks.storage import DiskNeed, check_folder
+from trainer.preflight.checks.versions import RANGES, Versions, check_versions
+from trainer.preflight.checks.weights import check_same, rows_of
 from trainer.preflight.diagnosis import diagnose
 from trainer.preflight.quick import RunRefused
 from trainer.preflight.report import CHECKS, DoctorConfig, summary_line
-from trainer.preflight.running_engine import EngineChecks
 from trainer.run import run as run_training
 from trainer.types import StepStats
 
-SMALL = ("--train-size", "8", "--max-new-tokens", "64", "--problems", "2", "--answers", "4")
+SMALL = ("--train-size", "8", "--max-new-tokens", "32", "--problems", "1", "--answers", "4")
 
 
 @pytest.mark.parametrize("planted", FAULTS, ids=[planted.name for planted in FAULTS])
@@ -204,84 +198,36 @@ def test_supported_versions_are_those_of_the_project() -> None:
     assert {name: asked[name] for name in RANGES} == RANGES
 
 
-HERE = Versions("3.12.3", {"torch": "2.11.0+cu130", "transformers": "5.12.1", "sglang": "0.5.15.post1"}, "13.0", 91900)
-ALL = Uses(("torch", "transformers", "sglang"), "qwen3_vl", has_vision=True, on_gpu=True, dtype="bfloat16")
+HERE = Versions("3.12.3", {"torch": "2.11.0+cu130", "transformers": "5.12.1", "sglang": "0.5.15.post1"}, "13.0")
 
 
 @pytest.mark.parametrize(
-    ("package", "number", "uses", "status", "words"),
+    ("package", "number", "status", "words"),
     [
-        ("torch", "2.11.0+cu130", ALL, "ok", "torch 2.11.0"),
-        ("torch", "2.10.1", ALL, "fault", "torch 2.10.1 is too old: >=2.11,<2.14"),
-        ("torch", "2.14.0", ALL, "warning", "torch 2.14.0 is untried"),
-        ("transformers", "5.11.0", ALL, "fault", "too old: >=5.12,<6"),
-        ("transformers", "5.5.3", replace(ALL, model_type="qwen2_5_vl"), "fault", "issues/45325"),
-        ("transformers", "6.0.0", ALL, "warning", "untried"),
-        ("sglang", "0.5.12.post1", ALL, "fault", "pull/26555"),
-        ("sglang", "0.5.12.post1", replace(ALL, has_vision=False), "warning", "nothing is known of it"),
-        ("sglang", "0.5.14", ALL, "warning", "SGLang 0.5.14 is untried: log-probs"),
-        ("sglang", "0.5.23", ALL, "ok", "sglang 0.5.23"),
-        ("sglang", "0.5.24", ALL, "warning", "it is treated as 0.5.23, and changes since are not known"),
-        ("sglang", "0.4.9", replace(ALL, packages=("torch", "transformers")), "ok", "sglang 0.4.9"),
-    ],
-)  # fmt: skip
-def test_versions_are_judged_by_what_is_used(package: str, number: str, uses: Uses, status: str, words: str) -> None:
-    verdict = check_versions(replace(HERE, packages={**HERE.packages, package: number}), uses)
-    assert (verdict.status, words in verdict.found) == (status, True), verdict
-
-
-@pytest.mark.parametrize(
-    ("cudnn", "uses", "status"),
-    [
-        (91002, ALL, "warning"),
-        (90701, ALL, "ok"),
-        (91500, ALL, "ok"),
-        (91002, replace(ALL, dtype="float32"), "ok"),
-        (91002, replace(ALL, has_vision=False), "ok"),
+        ("torch", "2.11.0+cu130", "ok", "torch 2.11.0"),
+        ("torch", "2.10.1", "fault", "torch 2.10.1 is too old: >=2.11,<2.14"),
+        ("torch", "2.14.0", "warning", "torch 2.14.0 is untried"),
+        ("transformers", "5.11.0", "fault", "too old: >=5.12,<6"),
+        ("transformers", "6.0.0", "warning", "untried"),
+        ("sglang", "0.5.14", "fault", "sglang 0.5.14 is too old"),
+        ("sglang", "0.5.23", "ok", "sglang 0.5.23"),
+        ("sglang", "0.5.24", "warning", "untried"),
     ],
 )
-def test_a_cudnn_without_3d_convolutions_in_half_precision_is_named(cudnn: int, uses: Uses, status: str) -> None:
-    assert check_versions(replace(HERE, cudnn=cudnn), uses).status == status
+def test_versions_are_judged_by_their_ranges(package: str, number: str, status: str, words: str) -> None:
+    versions = replace(HERE, packages={**HERE.packages, package: number})
+    verdict = check_versions(versions, tuple(HERE.packages))
+    assert (verdict.status, words in verdict.found) == (status, True), verdict
+    others = [name for name in HERE.packages if name != package]
+    assert check_versions(versions, others).status == "ok"
 
 
 def test_sglang_must_be_built_for_the_torch_that_is_there() -> None:
-    pinned = replace(
-        HERE, sglang_requires=("torch==2.11.0", "transformers==5.12.1", "torchaudio==2.11.0", "odd ==== x")
-    )
-    assert check_versions(pinned, ALL).status == "ok"
+    pinned = replace(HERE, sglang_requires=("torch==2.11.0", "transformers==5.12.1", "odd ==== x"))
+    used = tuple(HERE.packages)
+    assert check_versions(pinned, used).status == "ok"
     other = replace(pinned, packages={**HERE.packages, "torch": "2.13.0"})
-    assert "asks for torch==2.11.0, 2.13.0 is there" in check_versions(other, ALL).found
-    other = replace(pinned, packages={**HERE.packages, "transformers": "5.23.0"})
-    assert check_versions(other, ALL).status == "warning"
-
-
-def test_the_check_of_the_engine_names_releases_of_its_servers_and_what_is_not_known_of_them() -> None:
-    def described(*versions: str) -> Verdict:
-        engine = SGLangEngine(SGLangSettings(), None)
-        for number, version in enumerate(versions):
-            client = SGLangClient("http://nowhere", None)  # type: ignore[arg-type]
-            client.release = Release.of({"version": version})
-            engine.servers.all.append(Server(client.url, number, is_up=True))
-            engine.servers.all[-1].client = client
-        prepared: Any = SimpleNamespace(context=SimpleNamespace(engine=engine))
-        return EngineChecks(prepared, num_problems=1).describe()
-
-    assert described("0.5.15.post1", "0.5.23") == ok("SGLangEngine runs 0.5.15.post1, 0.5.23")
-    verdict = described("0.5.23", "0.6.0", "0.6.0")
-    assert verdict.status == "warning" and verdict.found.count("SGLang 0.6.0 is untried") == 1
-    assert verdict.fix == "serve with SGLang 0.5.15 to 0.5.23"
-
-
-def test_a_driver_that_is_too_old_for_its_cuda_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "version"
-    file.write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder)\n"
-    )
-    assert read_driver(file) == "570.86.15" and read_driver(tmp_path / "none") is None
-    old = replace(HERE, driver="570.86.15")
-    assert "driver 570.86.15 is too old for CUDA 13.0, which needs 580" in check_versions(old, ALL).found
-    assert check_versions(replace(old, is_gpu_usable=True), ALL).status == "ok"  # by NVIDIA's compatibility package
-    assert check_versions(replace(old, cuda="12.8"), ALL).status == "ok"
+    assert "asks for torch==2.11.0, 2.13.0 is there" in check_versions(other, used).found
 
 
 # Memory and disk
@@ -301,7 +247,7 @@ def test_a_gpu_that_is_too_small_is_a_fault_with_the_flags_that_help() -> None:
     assert (small.status, need.least + need.engine > 40 * GIB) == ("fault", True)
     most = (need.learner + need.engine + need.cache) / GIB
     assert small.found == f"a GPU with a learner may need {most:.1f} GiB, 40.0 GiB are free"
-    assert re.match(r"give( --[\w-]+ \w+)+: about 3\d\.\d GiB$", small.fix)
+    assert "--recompute 1" in small.fix and "trainer.memory" in small.fix
     assert check_memory(ON_GPU, networks(), FreeMemory(64 * GIB, ((140 * GIB, 141 * GIB),))).status == "ok"
     helped = ON_GPU.model_copy(update={"learner": LearnerConfig(recompute=1.0, offload="optimizer")})
     assert memory_need(helped, networks()).learner < memory_need(ON_GPU, networks()).learner
@@ -321,27 +267,12 @@ def test_a_server_on_the_learners_gpu_takes_its_share_of_it() -> None:
     assert "37.0 GiB are free beside servers that take 0.5 of it" in check_memory(three, networks(), one).found
 
 
-def test_what_the_learner_keeps_must_fit_beside_servers_that_free_their_memory_while_it_trains() -> None:
-    def judged(mem_fraction: float) -> Verdict:
-        engine = EngineConfig(engine="sglang", sync="disk", placement="colocate", mem_fraction=mem_fraction)
-        config = ON_GPU.model_copy(update={"engine": engine, "cluster": ClusterConfig(num_gpus=1)})
-        return check_memory(config, networks(), FreeMemory(64 * GIB, ((80 * GIB, 80 * GIB),)))
-
-    kept = 12 * 2_127_532_032 / GIB + 1  # float32 weights, two moments, and the process
-    tight = judged(0.75)
-    assert tight.status == "fault" and tight.found.startswith(f"the learner keeps {kept:.1f} GiB while servers write")
-    fraction = float(tight.fix.removeprefix("give --mem-fraction "))
-    assert judged(fraction).status == "ok" and judged(fraction + 0.1).status != "ok"
-
-
 def test_weights_are_split_over_gpus_and_gpus_elsewhere_are_not_judged() -> None:
     four = ON_GPU.model_copy(update={"cluster": ClusterConfig(num_gpus=4)})
     config, here = networks("8b"), FreeMemory(64 * GIB, ((80 * GIB, 80 * GIB),) * 5)  # one for the server
     assert memory_need(four, config).learner < memory_need(ON_GPU, config).learner - 80 * GIB
     assert check_memory(four, config, FreeMemory(64 * GIB)).status == "skipped"
-    assert check_memory(four, config, here).status == "warning"  # it fits with compiled blocks
-    eager = four.model_copy(update={"learner": LearnerConfig(compile="off")})
-    assert check_memory(eager, config, here).status == "fault"
+    assert check_memory(four, config, here).status == "warning"  # it fits with shorter streams
 
 
 def test_the_memory_of_megatron_is_said_not_to_be_predicted() -> None:
@@ -383,19 +314,17 @@ def test_disk_is_counted_from_parameters_and_held_against_what_is_free(tmp_path:
     assert check_folder(Path("/proc/nothing"), need).status == "fault"
 
 
-def test_a_folder_that_other_hosts_must_see_should_be_on_a_shared_file_system(tmp_path: Path) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text("/dev/vda / ext4 rw 0 0\nserver:/x /shared nfs4 rw 0 0\nlocal /shared/fast\\040disk xfs rw 0 0\n")
-    assert [file_system(Path(p), mounts) for p in ("/home", "/shared/runs", "/shared/fast disk/x")] == [
-        "ext4",
-        "nfs4",
-        "xfs",
-    ]
-    verdict = check_folder(tmp_path, DiskNeed(0, 0, 0, 0), other_hosts=("gpu7",))
-    assert verdict.status in ("warning", "ok") and (verdict.status == "ok" or "gpu7 must see it" in verdict.found)
-
-
 # What the checks of a network judge
+
+
+def test_gaps_are_judged_by_the_dtype() -> None:
+    assert [check_gap(gap, "float32", "its").status for gap in (1e-6, 2e-3, 0.1, np.inf)] == [
+        "ok",
+        "warning",
+        "fault",
+        "fault",
+    ]
+    assert [check_gap(gap, "bfloat16", "its").status for gap in (0.01, 0.1, 0.5)] == ["ok", "warning", "fault"]
 
 
 @pytest.mark.parametrize(
@@ -403,7 +332,66 @@ def test_a_folder_that_other_hosts_must_see_should_be_on_a_shared_file_system(tm
     [(0.0, 0.5, "ok"), (0.01, 0.02, "fault"), (0.0, 1e-4, "warning"), (0.0, np.nan, "fault")],
 )
 def test_only_a_move_beyond_the_noise_is_sight(noise: float, changed: float, status: str) -> None:
-    assert check_image_gaps(ImageGaps(noise, changed, removed=1.0)).status == status
+    assert judge_sight(noise, changed).status == status
+
+
+@pytest.mark.parametrize(
+    ("moved", "last", "status"),
+    [(0.8, 0.01, "ok"), (0.8, 0.2, "fault"), (0.8, np.nan, "fault"), (0.02, 0.01, "warning")],
+)
+def test_an_engine_that_keeps_anything_of_older_weights_is_stale(moved: float, last: float, status: str) -> None:
+    assert judge_update(0.005, moved, {"scored again": 0.006, "new session": last}).status == status
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "max_turns", "status"),
+    [("seq-mean-token-mean", 3, "warning"), ("seq-mean-token-mean", 1, "ok"), ("token-mean", 3, "ok")],
+)
+def test_an_aggregation_that_pays_for_turns_is_warned_of(
+    aggregation: AggregationName, max_turns: int, status: str
+) -> None:
+    verdict = check_aggregation(AlgorithmConfig(aggregation=aggregation), max_turns)
+    assert (verdict.status, bool(verdict.fix)) == (status, status == "warning")
+
+
+def test_gold_answers_fail_as_a_whole_when_more_than_half_do() -> None:
+    best = Success(1.0)
+    right = AnswerRewards("a", "1", 1.0, is_solved=True, is_fooled=False)
+    wrong = AnswerRewards("b", "2", 0.0)
+    assert check_answers([right] * 3, best).status == "ok"
+    assert check_answers([right, right, wrong, wrong], best).status == "warning"
+    assert check_answers([right, wrong, wrong], best).status == "fault"
+    assert "sample b (label '2') gets 0" in check_answers([right, wrong], best).found
+    assert check_answers([replace(right, is_fooled=True)], best).status == "fault"
+    # A reward with a cost is doubted, one with a bonus is sound.
+    assert check_answers([replace(right, gold=0.99, is_solved=False)] * 3, best).status == "warning"
+    assert check_answers([replace(right, gold=1.1)] * 3, best).status == "ok"
+    assert check_answers([AnswerRewards("c", None, None)], best).status == "skipped"
+    assert check_answers([AnswerRewards("d", "4", None, error="KeyError: 2 (shop.py:12)")], best).status == "fault"
+
+
+def test_patches_must_have_the_familys_colours_and_the_images() -> None:
+    settings = json.loads((STARTER_PATH / "preprocessor_config.json").read_text())
+    store = ImageStore.find(STARTER_PATH)
+    assert store
+    patches = store.process(noise_image())
+    assert check_patches(patches, settings, "qwen3_vl").status == "ok"
+    other = check_patches(patches, {**settings, "image_std": [1.0] * 3}, "qwen3_vl")
+    assert "image_std [1.0, 1.0, 1.0], qwen3_vl was trained with" in other.found
+    grey = replace(patches, pixels_PD=np.zeros_like(patches.pixels_PD))
+    assert "channels have the means [0.0, 0.0, 0.0]" in check_patches(grey, settings, "qwen3_vl").found
+
+
+def test_what_the_learner_keeps_must_fit_beside_servers_that_free_their_memory_while_it_trains() -> None:
+    def judged(mem_fraction: float) -> Verdict:
+        engine = EngineConfig(engine="sglang", sync="disk", placement="colocate", mem_fraction=mem_fraction)
+        config = ON_GPU.model_copy(update={"engine": engine, "cluster": ClusterConfig(num_gpus=1)})
+        return check_memory(config, networks(), FreeMemory(64 * GIB, ((80 * GIB, 80 * GIB),)))
+
+    kept = 12 * 2_127_532_032 / GIB + 1  # float32 weights, two moments, and the process
+    tight = judged(0.75)
+    assert tight.status == "fault" and tight.found.startswith(f"the learner keeps {kept:.1f} GiB while servers write")
+    assert judged(0.5).status == "ok"
 
 
 def stats(kl: float, mean: float, num_tokens: int = 10) -> StepStats:
@@ -418,47 +406,12 @@ def test_agreement_is_judged_by_the_kl_and_by_the_runs_own_tolerance(kl: float, 
     assert check_agreement(stats(kl, mean), tolerance=0.2).status == status
 
 
-def test_a_difference_is_placed_before_the_image_behind_it_or_in_a_turn() -> None:
-    played = trajectory(ids=(5, 6, 9, 9, 7, 8, 8), mask=(0, 0, 0, 0, 0, 1, 1))
-    learner = np.zeros(6, dtype=np.float32)
-    engine = np.array([0.0, 9.0, 9.0, 0.5, 0.25, 0.75], dtype=np.float32)  # of tokens 1 to 6; two are of the image
-    context = gaps_by_part(engine, learner, played, image_token_id=9)
-    assert context == {"prompt before the image": 0.0, "prompt after it": 0.5, "turn 1": 0.5}
-    assert describe_parts(context) == "scored: prompt before the image 0, prompt after it 0.5, turn 1 0.5"
-    assert describe_parts({"prompt": 0.01}) == ""
-
-
-def test_an_engine_that_keeps_anything_of_older_weights_is_stale() -> None:
-    sound = CacheGaps(before=0.005, moved=0.8, after={"scored again": 0.006, "new session": 0.01})
-    assert check_caches(sound).status == "ok"
-    assert check_caches(replace(sound, after={"scored again": 0.006, "new session": 0.2})).status == "fault"
-    assert check_caches(replace(sound, after={"scored again": float("nan")})).status == "fault"
-    assert check_caches(replace(sound, moved=0.02)).status == "warning"
-
-
-def test_gold_answers_fail_as_a_whole_when_more_than_half_do() -> None:
-    best = Success(1.0)
-    right, wrong = AnswerRewards("a", "1", 1.0, 0.0, is_solved=True), AnswerRewards("b", "2", 0.0, 0.0)
-    assert check_answers([right] * 3, best).status == "ok"
-    assert check_answers([right, right, wrong, wrong], best).status == "warning"
-    assert check_answers([right, wrong, wrong], best).status == "fault"
-    assert "sample b (label '2') gets 0" in check_answers([right, wrong], best).found
-    assert check_answers([replace(right, wrong=1.0, is_fooled=True)], best).status == "fault"
-    # A reward with a cost is doubted, one with a bonus is sound.
-    assert check_answers([replace(right, gold=0.99, is_solved=False)] * 3, best).status == "warning"
-    assert check_answers([replace(right, gold=1.1)] * 3, best).status == "ok"
-    assert check_answers([AnswerRewards("c", None, None, None)], best).status == "skipped"
-    assert (
-        check_answers([AnswerRewards("d", "4", None, None, error="KeyError: 2 (shop.py:12)")], best).status == "fault"
-    )
-
-
 def test_weights_are_compared_by_name_and_the_first_that_differs_is_placed() -> None:
     theirs = {"model.visual.a": torch.ones(3, 2), "model.b": torch.arange(4.0).bfloat16()}
     own = {f"backbone.{name}": tensor.float().clone() for name, tensor in theirs.items()}
     assert check_same(own, rows_of(theirs), "the engine", "the file").status == "ok"
     own["backbone.model.visual.a"][2, 1] = 5.0
-    assert "model.visual.a of the vision tower has 5, not 1" in check_same(own, rows_of(theirs), "x", "y").found
+    assert "model.visual.a has 5, not 1" in check_same(own, rows_of(theirs), "x", "y").found
     del theirs["model.visual.a"]
     assert "model.visual.a is not in y in this shape" in check_same(own, rows_of(theirs), "x", "y").found
 
@@ -472,50 +425,6 @@ def test_of_large_tensors_rows_at_both_ends_are_compared(monkeypatch: pytest.Mon
         other = own["w"].clone()
         other[row] += 1
         assert check_same(own, rows_of({"w": other}), "x", "y").status == "fault"
-
-
-def test_a_tower_that_never_learnt_anything_is_named() -> None:
-    fresh = {
-        "visual.norm": torch.ones(2),
-        "model.visual.w": torch.randn(2, 2),
-        "model.visual.norm.weight": torch.ones(2),
-    }
-    tower = {name: tensor for name, tensor in fresh.items() if name.startswith("model.")}
-    for weights, status in (
-        (tower, "warning"),
-        (tower | {"model.visual.w": torch.zeros(2, 2)}, "fault"),
-        (tower | {"model.visual.norm.weight": torch.tensor([1.0, 0.9])}, "ok"),
-    ):
-        verdict = check_tower(weights)
-        assert verdict is not None and verdict.status == status
-    assert check_tower({"model.w": torch.ones(2)}) is None
-
-
-def test_image_settings_must_fit_the_network_and_its_family() -> None:
-    vision = tiny_config("qwen3_vl", AutoTokenizer.from_pretrained(STARTER_PATH), tied=True).vision_config
-    settings = json.loads((STARTER_PATH / "preprocessor_config.json").read_text())
-    assert check_settings(settings, vision, "qwen3_vl").status == "ok"
-    for name, value, words in (
-        ("patch_size", 14, "patch_size 14, its network has 16"),
-        ("merge_size", 1, "merge_size 1, its network has 2"),
-        ("image_std", [1.0] * 3, "image_std [1.0, 1.0, 1.0], qwen3_vl was trained with"),
-        ("do_normalize", False, "do_normalize false"),
-        ("rescale_factor", 1.0, "rescale_factor 1, not 1/255"),
-    ):
-        verdict = check_settings({**settings, name: value}, vision, "qwen3_vl")
-        assert verdict.status == "fault" and words in verdict.found, name
-
-
-def test_a_second_template_and_a_missing_stop_token_are_warned_of() -> None:
-    def spoil(folder: Path) -> None:
-        generation = json.loads((folder / "generation_config.json").read_text())
-        (folder / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [3]}))
-        (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
-
-    planted = PlantedFault("f", "two templates", "", "chat template", checkpoint(spoil))
-    (finding,) = examine(planted, *SMALL, "--only", "chat template")
-    assert finding.status == "warning"
-    assert "stops at [3]" in finding.found and "chat_template.json has another chat template" in finding.found
 
 
 def test_a_template_that_the_renderer_refuses_is_a_fault_and_the_rest_is_skipped() -> None:

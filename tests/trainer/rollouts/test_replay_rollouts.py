@@ -136,7 +136,7 @@ def test_training_on_recorded_rollouts_repeats_the_run_to_the_bit(
     out = said(capsys)
     count = len(training_metrics(metrics_of(recorded)[0]))
     assert f"entropy and all {count} figures are equal to the bit in all 4 steps" in out
-    assert "doctor: 6 checks sound" in out and "settings other than" not in out
+    assert "doctor: 7 checks sound" in out and "settings other than" not in out
     assert_same_training(folder, recorded)
     summaries = [json.loads((path / "summary.json").read_text()) for path in (folder, recorded)]
     for name in ("steps_done", "end_reasons", "groups", "unused_groups", "max_rollout_train_kl"):

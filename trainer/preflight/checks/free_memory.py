@@ -59,6 +59,7 @@ def host_free(root: Path = Path("/")) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):  # no limit ("max"), or no readable one
         limit, used = (int((group / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
         stat = (group / "memory.stat").read_text(encoding="utf-8").split()
+        # Pages of files that can be dropped count as used, but they are free.
         cache = int(stat[stat.index("inactive_file") + 1])
         available = min(available, limit - used + cache)
     return available

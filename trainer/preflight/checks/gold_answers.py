@@ -6,15 +6,15 @@ It plays the same scripts as `python -m envs.check`, but on the problems of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from envs.checking.answers import answer_scripts
-from envs.checking.episodes import Kind, PlayedEpisode, PlayOptions, Script, checked_prompt, play_episode
+from envs.checking.episodes import PlayedEpisode, PlayOptions, Script, checked_prompt, play_episode
 from envs.checks import Verdict, fault, ok, skipped, warning
-from envs.env import EnvArgs
-from envs.spec import BuildEnv, EnvLimits
+from envs.spec import EnvLimits
 from envs.success import Success
-from envs.types import Sample, SampleSource
+from envs.types import Sample
+from trainer.rollouts.live import LiveContext
 
 #: The names of the wrong scripts that are played on each problem.
 WRONG = ("no answer", "a wrong answer")
@@ -22,87 +22,63 @@ WRONG = ("no answer", "a wrong answer")
 
 @dataclass(frozen=True)
 class AnswerRewards:
-    """The best rewards that the right and the wrong answers of a problem got; None if unknown or not tried.
+    """What the answers of a problem got: `gold` is the best reward of a right one, None if unknown.
 
-    `is_solved`: a right answer was a success; `is_fooled`: a wrong one was. `error` says what broke the environment.
+    `is_solved`: a right answer was a success; `is_fooled`: a wrong one was, None if none was tried. `error` says what
+    broke the environment.
 
-    Example: `AnswerRewards("geo3k-1", "68", gold=1.0, wrong=0.0, is_solved=True)`.
+    Example: `AnswerRewards("geo3k-1", "68", gold=1.0, is_solved=True, is_fooled=False)`.
     """
 
     sample_id: str
     label: str | None
     gold: float | None
-    wrong: float | None
     is_solved: bool = False
-    is_fooled: bool = False
+    is_fooled: bool | None = None
     error: str = ""
 
 
-async def grade_answers(
-    samples: SampleSource,
-    build_env: BuildEnv,
-    args: EnvArgs,
-    limits: EnvLimits,
-    success: Success,
-    count: int,
-    with_wrong: bool,
-) -> list[AnswerRewards]:
-    """Play right and, if wanted, wrong answers on the first problems.
-
-    The forms of a right answer are played until one is a success.
-    """
-    chosen = [samples[index] for index in range(min(count, len(samples)))]
+async def grade_answers(context: LiveContext, success: Success, count: int, with_wrong: bool) -> Verdict:
+    """Play right and, if wanted, wrong answers on the first problems, and judge their rewards."""
+    chosen = [context.train_samples[index] for index in range(min(count, len(context.train_samples)))]
     labels = [sample.label for sample in chosen if sample.label is not None]
-    return [await _grade(sample, labels, build_env, args, limits, success, with_wrong) for sample in chosen]
+    rewards = [await _grade(context, sample, labels, success, with_wrong) for sample in chosen]
+    return check_answers(rewards, success, context.spec.reward_min_val)
 
 
 async def _grade(
-    sample: Sample,
-    labels: Sequence[str],
-    build_env: BuildEnv,
-    args: EnvArgs,
-    limits: EnvLimits,
-    success: Success,
-    with_wrong: bool,
+    context: LiveContext, sample: Sample, labels: Sequence[str], success: Success, with_wrong: bool
 ) -> AnswerRewards:
-    prompt = checked_prompt(sample)
+    args = context.env_args(context.spec.max_turns)
+    limits = EnvLimits.of(context.spec)
 
     async def played(script: Script, options: PlayOptions | None = None) -> PlayedEpisode:
+        prompt = checked_prompt(sample)
         return await play_episode(
-            lambda: build_env(sample, args), sample, prompt, script, limits, args.max_turns, options
+            lambda: context.build_env(sample, args), sample, prompt, script, limits, args.max_turns, options
         )
 
+    # An environment may know its own solution only after `reset`.
     survey = await played(Script("survey", "no turn at all"), PlayOptions(read_solution=True))
-    error = survey.fault.summary if survey.fault else ""
-    rewards = AnswerRewards(sample.id, sample.label, None, None, error=error)
     if survey.fault:
-        return rewards
+        return AnswerRewards(sample.id, sample.label, None, error=survey.fault.summary)
     scripts = answer_scripts(survey, labels, args)
-
-    def of(kind: Kind) -> list[Script]:
-        return [script for script in scripts if script.kind == kind]
-
-    for script in of("gold"):
-        found = await played(script)
-        if found.reward is None:
-            rewards = replace(rewards, error=found.fault.summary if found.fault else "no reward")
-        elif rewards.gold is None or found.reward > rewards.gold:
-            rewards = replace(rewards, gold=found.reward)
-        if found.is_success(success):
-            rewards = replace(rewards, is_solved=True)
-            break
-    for script in of("wrong") if with_wrong else ():
-        if script.name in WRONG:
-            found = await played(script)
-        else:
-            found = None
-        if found is not None and found.reward is not None:
-            if rewards.wrong is None:
-                wrong = found.reward
-            else:
-                wrong = max(found.reward, rewards.wrong)
-            rewards = replace(rewards, wrong=wrong, is_fooled=rewards.is_fooled or found.is_success(success))
-    return rewards
+    right: list[PlayedEpisode] = []
+    for script in scripts:
+        # A grader may read one way of writing the answer only, so one success is enough.
+        if script.kind == "gold" and not any(episode.is_success(success) for episode in right):
+            right.append(await played(script))
+    wrong = [await played(script) for script in scripts if with_wrong and script.name in WRONG]
+    rewarded = [episode.reward for episode in right if episode.reward is not None]
+    faults = [episode.fault.summary for episode in right if episode.fault]
+    return AnswerRewards(
+        sample.id,
+        sample.label,
+        gold=max(rewarded, default=None),
+        is_solved=any(episode.is_success(success) for episode in right),
+        is_fooled=any(episode.is_success(success) for episode in wrong) if wrong else None,
+        error=next(iter(faults), ""),
+    )
 
 
 def check_answers(rewards: Sequence[AnswerRewards], success: Success, worst: float = 0.0) -> Verdict:
@@ -114,17 +90,14 @@ def check_answers(rewards: Sequence[AnswerRewards], success: Success, worst: flo
     known = [each for each in rewards if each.gold is not None or each.error]
     if not known:
         return skipped("no solution() and no label that is an answer, so no right answer is known")
-    right = [each for each in known if each.is_solved]
-    wrong = [each for each in known if each not in right]
-    # A shaped reward, for instance with a cost for length, may never reach the best; but it is above the worst.
-    worthless = [each for each in wrong if each.gold is None or each.gold <= worst]
+    failed = [each for each in known if not each.is_solved]
     if success.key:
         needed = f"a true '{success.key}'"
     else:
         needed = f"{success.reward:g}"
-    found = f"{len(right)} of {len(known)} gold answers get {needed}"
-    if wrong:
-        first = wrong[0]
+    found = f"{len(known) - len(failed)} of {len(known)} gold answers get {needed}"
+    if failed:
+        first = failed[0]
         if first.gold is None:
             got = first.error
         else:
@@ -135,10 +108,13 @@ def check_answers(rewards: Sequence[AnswerRewards], success: Success, worst: flo
             "where the label is no answer, as in a game, write grader: none in the entry; where another reward is a "
             "success, success: 0.9, a key of the info, or none"
         )
+        # A shaped reward, for instance with a cost for length, may never reach the best; but it is above the worst.
+        worthless = [each for each in failed if each.gold is None or each.gold <= worst]
+        # A few labels that cannot be graded are usual in data sets.
         if 2 * len(worthless) > len(known):
             return fault(found, fix)
         return warning(found, fix)
-    tried = [each for each in known if each.wrong is not None]
+    tried = [each for each in known if each.is_fooled is not None]
     fooled = [each for each in tried if each.is_fooled]
     if fooled:
         count = f"{len(fooled)} of {len(tried)} problems"
@@ -147,4 +123,6 @@ def check_answers(rewards: Sequence[AnswerRewards], success: Success, worst: flo
         if len(fooled) == len(tried):
             return fault(found, fix)
         return warning(found, fix)
-    return ok(f"{found}{f', wrong ones less on all {len(tried)}' if tried else ''}")
+    if tried:
+        found += f", wrong ones less on all {len(tried)}"
+    return ok(found)
