@@ -34,8 +34,7 @@ from envs.checking.messages import (
     check_tools,
     usable,
 )
-from envs.checking.players import Player
-from envs.checking.worker_player import longest_episode_s, open_player
+from envs.checking.worker_player import WorkerPlayer, longest_episode_s
 from envs.checks import CheckRun, Finding, Verdict, print_findings
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
@@ -102,7 +101,7 @@ def check_env(
     """Play scripted episodes in an environment and return what each check found, in the order of `CHECKS`.
 
     No episode begins after `max_seconds`, or after a call with an ordinary text that ran into its time limit. The
-    episodes are played in a process of their own, unless it cannot import the environment.
+    episodes are played in a process of their own.
 
     Example, as a test::
 
@@ -126,7 +125,7 @@ def check_env(
         again = open_problems(spec, problems, num_samples)
     # With "drop" a fault of a tool is reported with its line, whatever it is worth in training.
     args = replace(spec.args(tool_format=detect_format(template.source)), on_tool_fault="drop")
-    player = open_player(spec, args, samples)
+    player = WorkerPlayer(spec, args, samples)
     try:
         evidence = _CheckRun(player, args, on_script, max_seconds).play_all(spec, samples, template)
     finally:
@@ -146,7 +145,7 @@ def longest_s(spec: EnvSpec, max_seconds: float) -> float:
 class _CheckRun:
     """Plays the scripted episodes of one environment, until an ordinary call hangs or the time is up."""
 
-    def __init__(self, player: Player, args: EnvArgs, on_script: Callable[[Script], None], max_seconds: float) -> None:
+    def __init__(self, player: WorkerPlayer, args: EnvArgs, on_script: Callable[[Script], None], max_seconds: float) -> None:
         self.player = player
         self.args = args
         self.on_script = on_script
@@ -187,7 +186,6 @@ class _CheckRun:
             episodes=tuple(episode for _, episode in played),
             repeats=tuple((first, other) for (_, first), (_, other) in zip(again, repeats, strict=False)),
             states=(self.player.start, middle, last),
-            note=self.player.note,
             stopped_after_s=self.max_seconds if self.is_late else None,
         )
 
@@ -197,7 +195,7 @@ class _CheckRun:
             return self.player.start
         return self.player.state()
 
-    def _play(self, plan: Iterable[_Planned], options: PlayOptions | None = None) -> list[tuple[int, PlayedEpisode]]:
+    def _play(self, plan: Iterable[_Planned], options: PlayOptions = PlayOptions()) -> list[tuple[int, PlayedEpisode]]:
         """Play the scripts one after the other, so that a measured time is that of one episode alone.
 
         A hostile text that hangs is one finding among others; an ordinary one ends the play.
@@ -212,7 +210,7 @@ class _CheckRun:
             episode = self.player.play(place, script, options)
             episodes.append((place, episode))
             num_lost += episode.is_lost
-            self.has_hung = episode.has_hung and (script.kind != "hostile" or not self.player.outlives_hangs)
+            self.has_hung = episode.has_hung and script.kind != "hostile"
         return episodes
 
 

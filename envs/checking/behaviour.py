@@ -125,10 +125,6 @@ def check_calls(evidence: Evidence) -> Verdict:
     episodes = evidence.of("hostile", "revealed")
     problems = []
     faults: list[tuple[PlayedEpisode, str, str]] = []
-    if evidence.note:
-        note = f"played in this program, which a text could stop ({evidence.note}). "
-    else:
-        note = ""
     outcomes: dict[str, list[str]] = defaultdict(list)
     for episode in episodes:
         if episode.fault:
@@ -150,11 +146,11 @@ def check_calls(evidence: Evidence) -> Verdict:
         ):
             problems.append(f"{where(episode)}: the call cannot be made, and the model is not told ({outcome})")
     if faults or problems:
-        return fault(note + listed([*grouped(faults), *problems]) + _worth(evidence, faults))
+        return fault(listed([*grouped(faults), *problems]) + _worth(evidence, faults))
     if not outcomes:
         return skipped(NOT_REACHED)
     groups = (f"{outcome}: {', '.join(dict.fromkeys(names))}" for outcome, names in outcomes.items())
-    return ok(f"{note}{sum(map(len, outcomes.values()))} texts. " + "; ".join(groups))
+    return ok(f"{sum(map(len, outcomes.values()))} texts. " + "; ".join(groups))
 
 
 def _outcome(step: StepResult) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from envs.checking.error_location import located_line
-from envs.contract import EnvFault, EpisodeEnv, checked_messages
+from envs.contract import EnvFault, EpisodeEnv, checked_messages, plain
 from envs.errors import UserError
 from envs.execution.runner import EnvRunner, StepResult
 from envs.execution.watchdog import WATCHDOG, Watcher
@@ -77,17 +77,17 @@ class PlayedEpisode:
     sample: Sample
     prompt: tuple[Message, ...]
     script: Script
-    tools: Sequence[dict[str, Any]]
-    solution: tuple[str, ...]
-    opening: tuple[Message, ...]
-    steps: tuple[StepResult, ...]
-    reward: float | None
-    fault: Fault | None
-    close_error: str | None
-    reset_s: float | None
-    steps_s: tuple[float, ...]
-    has_hung: bool
-    runs_tools: bool
+    tools: Sequence[dict[str, Any]] = ()
+    solution: tuple[str, ...] = ()
+    opening: tuple[Message, ...] = ()
+    steps: tuple[StepResult, ...] = ()
+    reward: float | None = None
+    fault: Fault | None = None
+    close_error: str | None = None
+    reset_s: float | None = None
+    steps_s: tuple[float, ...] = ()
+    has_hung: bool = False
+    runs_tools: bool = False
     generators: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -134,7 +134,7 @@ class _OptionsWrapper(Wrapper):
             texts = self.solution()
             if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
                 raise EnvFault(f"solution must return a list of texts, got {texts!r:.200}")
-            self.solution_read = tuple(texts)
+            self.solution_read = plain((*texts,))
             self.is_in_solution = False
         return result
 

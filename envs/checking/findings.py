@@ -30,8 +30,7 @@ class Evidence:
 
     `samples_again` are the same indices of a data set that was created again, `samples_changed` those that episodes
     have changed; `repeats` are pairs of episodes that must be equal. `states` are those of the program at the start,
-    before the repeats and after them. `note` says why the episodes were not played in a worker, if they were not.
-    `stopped_after_s` is the time after which no more episodes began; None if all were played.
+    before the repeats and after them. `stopped_after_s` is the time after which no more episodes began; None if all were played.
     """
 
     spec: EnvSpec
@@ -43,7 +42,6 @@ class Evidence:
     episodes: tuple[PlayedEpisode, ...]
     repeats: tuple[tuple[PlayedEpisode, PlayedEpisode], ...]
     states: tuple[ProcessState, ProcessState, ProcessState]
-    note: str = ""
     stopped_after_s: float | None = None
 
     def of(self, *kinds: Kind) -> list[PlayedEpisode]:

@@ -40,8 +40,7 @@ _PATCHABLE = (
 class ProcessState:
     """What a program holds at one moment; where the system does not tell, a number is 0.
 
-    `num_temporary` are files in a folder for temporary files, `num_printed` bytes of its output, both only where the
-    program has its own.
+    `num_temporary` are files in its folder for temporary files, `num_printed` bytes of its output.
     """
 
     pid: int
@@ -57,7 +56,7 @@ class ProcessState:
     settings: frozenset[tuple[str, str]]
 
     @classmethod
-    def now(cls, temporary: Path | None = None, printed: Path | None = None) -> ProcessState:
+    def now(cls, temporary: Path, printed: Path) -> ProcessState:
         """Return the state of this program; it takes about 20 ms."""
         gc.collect()
         threads = [thread for thread in threading.enumerate() if thread.name not in _OURS]
@@ -66,8 +65,8 @@ class ProcessState:
             num_children=len(children()),
             num_threads=len(threads),
             num_files=num_files(),
-            num_temporary=len(list(temporary.iterdir())) if temporary else 0,
-            num_printed=printed.stat().st_size if printed else 0,
+            num_temporary=len(list(temporary.iterdir())),
+            num_printed=printed.stat().st_size,
             memory_mib=memory_mib(),
             directory=_directory(),
             variables=frozenset(os.environ.items()),
@@ -121,11 +120,8 @@ class Generators:
     Each episode begins with another seed. So two plays of an episode end in one state only if it set a seed itself.
     """
 
-    def __init__(self) -> None:
-        numpy = sys.modules.get("numpy")
-        self._before = random.getstate(), numpy and numpy.random.get_state()
-
-    def seed(self, number: int) -> None:
+    @staticmethod
+    def seed(number: int) -> None:
         """Begin anew."""
         random.seed(number)
         if numpy := sys.modules.get("numpy"):
@@ -139,10 +135,3 @@ class Generators:
             _, keys, place, *_ = numpy.random.get_state()
             states["numpy.random"] = hash((keys.tobytes(), place))
         return states
-
-    def restore(self) -> None:
-        """Give the generators the states back that they had at first."""
-        python, numpys = self._before
-        random.setstate(python)
-        if numpys:
-            sys.modules["numpy"].random.set_state(numpys)

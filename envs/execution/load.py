@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from envs.execution.process_env import ProcessEnv
+from envs.execution.process_env import ProcessEnv, check_import, pool_of
 from envs.grading import get_grader
 from envs.spec import BuildEnv, EnvSpec
 
@@ -22,5 +22,6 @@ def load_env(spec: EnvSpec) -> BuildEnv:
         get_grader(spec.grader)
     if spec.isolation != "process":
         return spec.load_here()
-    ProcessEnv.check(spec)
+    with pool_of(spec).worker() as worker:
+        check_import(worker, spec)
     return functools.partial(ProcessEnv, spec)

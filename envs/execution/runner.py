@@ -36,7 +36,7 @@ from envs.contract import (
 from envs.env import Env
 from envs.errors import shortened
 from envs.execution.threads import CallTimeout, call_on_thread
-from envs.execution.watchdog import WATCHDOG, Watched, Watcher
+from envs.execution.watchdog import WATCHDOG, Watcher
 from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
 from envs.turn_rewards import EpisodeReward, reward_of_text
@@ -249,17 +249,10 @@ async def call_within(
     watcher: Watcher = WATCHDOG,
 ) -> R:
     """Call code of a user within a time limit, on a thread or `inline`; every exception becomes an `EnvFault`."""
-    call = watcher.call(names.label, limit_s, inline)
-    try:
-        if not inline:
-            return await _on_thread(limit_s, call, names, function, *args)
-        call.begin()
-        try:
-            return _called(names.raised, function, *args)
-        finally:
-            call.end()
-    finally:
-        call.abandon()
+    if not inline:
+        return await _on_thread(limit_s, names, function, *args, watcher=watcher)
+    with watcher.watch(names.label, limit_s, inline):
+        return _called(names.raised, function, *args)
 
 
 class _Slot:
@@ -300,18 +293,17 @@ class _Slot:
         return env
 
 
-async def _on_thread(limit_s: float, call: Watched, names: CallNames, function: Callable[..., R], *args: object) -> R:
+async def _on_thread(
+    limit_s: float, names: CallNames, function: Callable[..., R], *args: object, watcher: Watcher
+) -> R:
     """Run on a thread; raise `EnvFault` after the time limit, even if the thread still runs."""
 
     threads: list[int] = []
 
     def watched() -> R:
         threads.append(threading.get_ident())
-        call.begin()
-        try:
+        with watcher.watch(names.label, limit_s):
             return _called(names.raised, function, *args)
-        finally:
-            call.end()  # before the thread takes its next call
 
     try:
         return await call_on_thread(watched, limit_s=limit_s)
