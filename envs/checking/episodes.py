@@ -22,7 +22,6 @@ Kind = Literal["survey", "gold", "wrong", "revealed", "plain", "hostile", "closi
 
 #: The traceback line of an isolated process that builds the environment, which happens in the first call.
 _BUILDING = re.compile(r'[/\\]process_env\.py", line \d+, in _build\n')
-_TOO_LARGE = re.compile(r"observation image: must have at most \d+ pixels, got (\d+x\d+)")
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,6 @@ class Fault:
         """The last line, with the line of the environment's code that raised it: "KeyError: 2 (shop.py:12)"."""
         return located_line(self.text)
 
-    @property
-    def too_large(self) -> str | None:
-        """The size of an image that was refused because it has too many pixels: "5000x4000"."""
-        found = _TOO_LARGE.search(self.text)
-        if found:
-            return found[1]
-        return None
-
 
 @dataclass(frozen=True, eq=False)
 class PlayedEpisode:
@@ -71,7 +62,8 @@ class PlayedEpisode:
 
     `prompt` is the sample's prompt with its images decoded; it is empty if they cannot be decoded. `has_hung` tells
     that a call, perhaps `close`, ran into its time limit, `runs_tools` that the steps are made of tool calls.
-    `generators` are hashes of the program's random number generators after the episode, by name.
+    `generators` are hashes of the program's random number generators after the episode, by name, `place` is the place
+    of the sample among those that are played.
     """
 
     sample: Sample
@@ -89,6 +81,7 @@ class PlayedEpisode:
     has_hung: bool = False
     runs_tools: bool = False
     generators: Mapping[str, int] = field(default_factory=dict)
+    place: int = 0
 
     @property
     def is_lost(self) -> bool:
@@ -107,29 +100,22 @@ class PlayedEpisode:
         return [*self.opening, *(message for step in self.steps for message in step.messages)]
 
 
-@dataclass(frozen=True)
-class PlayOptions:
-    """What an episode does besides stepping: read the solution, make a call fail, close the environment twice."""
+class _ScriptedWrapper(Wrapper):
+    """Does what a script asks for besides steps, inside the environment's own calls: on their thread and in their time.
 
-    read_solution: bool = False
-    fail_in: Literal["", "reset", "step"] = ""
-    close_twice: bool = False
+    A survey reads the solution. The closing scripts make a call fail, and close the environment twice.
+    """
 
-
-class _OptionsWrapper(Wrapper):
-    """Applies the options inside the environment's own calls: on their thread and within their limits."""
-
-    def __init__(self, env: EpisodeEnv, options: PlayOptions) -> None:
+    def __init__(self, env: EpisodeEnv, script: Script) -> None:
         super().__init__(env)
-        self.options = options
+        self.script = script
         self.solution_read: tuple[str, ...] = ()
         self.is_in_solution = False
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        if self.options.fail_in == "reset":
-            raise EnvFault("made by the check")
+        self._fail("reset")
         result = super().reset()
-        if self.options.read_solution:
+        if self.script.kind == "survey":
             self.is_in_solution = True
             texts = self.solution()
             if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
@@ -140,13 +126,16 @@ class _OptionsWrapper(Wrapper):
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         result = super().step(response_text)
-        if self.options.fail_in == "step":
-            raise EnvFault("made by the check")
+        self._fail("step")
         return result
+
+    def _fail(self, call: str) -> None:
+        if self.script.kind == "closing" and self.script.name.endswith(call):
+            raise EnvFault("made by the check")
 
     def close(self) -> None:
         super().close()
-        if self.options.close_twice:
+        if self.script.kind == "closing":
             super().close()
 
 
@@ -165,7 +154,6 @@ async def play_episode(
     script: Script,
     limits: EnvLimits,
     max_turns: int,
-    options: PlayOptions | None = None,
     watcher: Watcher = WATCHDOG,
 ) -> PlayedEpisode:
     """Play an episode in which the script's texts stand for the model, until the texts, the turns or the task end.
@@ -173,13 +161,13 @@ async def play_episode(
     A fault of the environment is recorded, never raised. With `limits.inline` nothing bounds the environment's calls;
     `watcher` is told of each.
     """
-    wrappers: list[_OptionsWrapper] = []
+    wrappers: list[_ScriptedWrapper] = []
 
     def make() -> EpisodeEnv:
         env = make_env()
         if not can_be_wrapped(env):
             return env
-        wrappers.append(_OptionsWrapper(env, options or PlayOptions()))
+        wrappers.append(_ScriptedWrapper(env, script))
         return wrappers[-1]
 
     runner = EnvRunner(make, limits, sample.id, watcher=watcher)

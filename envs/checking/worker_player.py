@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from envs.checking.call_timer import GRACE_S, CallTimer, LostCall
-from envs.checking.episodes import Fault, PlayedEpisode, PlayOptions, Script, checked_prompt, play_episode
+from envs.checking.episodes import Fault, PlayedEpisode, Script, checked_prompt, play_episode
 from envs.checking.findings import digest, quoted
 from envs.checking.leftovers import Generators, ProcessState
 from envs.env import EnvArgs
@@ -74,17 +74,17 @@ class WorkerPlayer:
             field = f"environment '{self._spec.id}' samples"
             raise UserError(field, "must be such as another process can read", str(error), "fix them") from error
 
-    def play(self, place: int, script: Script, options: PlayOptions) -> PlayedEpisode:
+    def play(self, place: int, script: Script) -> PlayedEpisode:
         """Play an episode of the sample at a place."""
         if not self._worker.is_alive:
             self._start()
         try:
-            episode = self._worker.call(_play, place, script, options, timeout_s=self._bound_s)
+            episode = self._worker.call(_play, place, script, timeout_s=self._bound_s)
         except _LOST as error:
             episode = self._lost(script, error)
         if episode.has_hung:
             self._worker.kill()  # with the thread that hangs
-        return replace(episode, sample=self._samples[place], prompt=self._prompts[place])
+        return replace(episode, sample=self._samples[place], prompt=self._prompts[place], place=place)
 
     def _lost(self, script: Script, error: Exception) -> PlayedEpisode:
         """Return the record of an episode that its worker did not survive."""
@@ -174,12 +174,12 @@ class _Playing:
         self._loop = asyncio.Runner()
         self._num_played = 0
 
-    def play(self, place: int, script: Script, options: PlayOptions) -> PlayedEpisode:
+    def play(self, place: int, script: Script) -> PlayedEpisode:
         self._timer.begin_episode()
         self._num_played += 1
         Generators.seed(self._num_played)
         sample = self._samples[place]
-        limits = replace(self._limits, retries=0) if options.fail_in else self._limits
+        limits = replace(self._limits, retries=0) if script.kind == "closing" else self._limits
         episode = self._loop.run(
             play_episode(
                 lambda: self._build_env(sample, self._args),
@@ -188,7 +188,6 @@ class _Playing:
                 script,
                 limits,
                 self._args.max_turns,
-                options,
                 self._timer,
             )
         )
@@ -234,8 +233,8 @@ def _open(spec: EnvSpec, args: EnvArgs, samples: Sequence[Sample], folder: Path)
     return _playing.state()
 
 
-def _play(place: int, script: Script, options: PlayOptions) -> PlayedEpisode:
-    return _playing.play(place, script, options)
+def _play(place: int, script: Script) -> PlayedEpisode:
+    return _playing.play(place, script)
 
 
 def _state() -> ProcessState:

@@ -45,6 +45,7 @@ from envs.safe_text import escape_controls
 SHORTEST_S = 10.0
 LONGEST_S = 600.0
 
+
 class Watcher(Protocol):
     """What `EnvRunner` tells of its calls: `Watchdog`, or another that acts when a call keeps the interpreter."""
 

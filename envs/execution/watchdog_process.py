@@ -1,4 +1,6 @@
-"""The process that `watchdog` starts: `python watchdog_process.py PID MEMORY TRACES SHORTEST_S`. Imports nothing of ours.
+"""The process that `watchdog` starts: `python watchdog_process.py PID MEMORY TRACES SHORTEST_S`.
+
+It imports nothing of ours.
 
 If the watched process stops counting for as long as a call under way may take, or an inline call does not return, it is
 asked for the traceback of its threads, which needs no interpreter. The message names the call and where it stands, then

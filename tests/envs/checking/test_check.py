@@ -6,7 +6,6 @@ import abc
 import functools
 import itertools
 import json
-import re
 import subprocess
 import sys
 import time
@@ -149,7 +148,6 @@ def test_a_label_that_no_person_would_write_fails_the_gold_answer_and_is_named_w
         ("100000000000000000", "100000000000000000"),
         ("1234.56005859375", "1234.56"),
         ("267.49999999999994", "267.5"),
-        ("-0.6666666666666666", "-2/3"),
         ("3.1415927410125732", "3.1415927410125732"),
         ("a label of 15.000000000000002 words", "a label of 15.000000000000002 words"),
         ("nan", "nan"),
@@ -208,11 +206,9 @@ class Partial(Shop):
         return 0.25 if "not know" in final_text else super().reward(final_text)
 
 
-def test_partial_credit_for_wrong_answers_passes_and_is_reported() -> None:
+def test_partial_credit_for_wrong_answers_passes() -> None:
     finding = found(check_env(spec_of(Partial), num_samples=1), "wrong answers")
-    assert finding == Finding(
-        "wrong answers", "ok", "3 of 4 texts score 0; partly right: sample train-0, no answer 0.25"
-    )
+    assert finding == Finding("wrong answers", "ok", "3 of 4 texts score 0, the others no success")
 
 
 class Graded(Shop):
@@ -272,9 +268,9 @@ class Images(Shop):
         return ["Here.", make_image(96, 64, seed=len(fruit))]
 
 
-def test_images_are_counted_and_measured() -> None:
+def test_images_are_measured() -> None:
     finding = found(check_env(spec_of(Images), num_samples=3), "image sizes")
-    assert finding.passed and finding.detail.endswith("images of 96x64, at most 6,144 pixels in an episode")
+    assert finding == Finding("image sizes", "ok", "images of 96x64 to 96x64")
 
 
 # Broken environments --------------------------------------------------------------------------------------------------
@@ -386,8 +382,8 @@ def test_an_installed_package_that_brings_environments_is_authors_code(monkeypat
 
 NOT_REACHED = "no episode got as far as this"
 OF_STEPS = {
-    "deterministic", "gold answer", "wrong answers", "reward source", "malformed calls", "timing", "rendering",
-    "control tokens", "image sizes",
+    "deterministic", "gold answer", "wrong answers", "reward source", "malformed calls", "rendering", "control tokens",
+    "image sizes",
 }  # fmt: skip
 
 
@@ -712,19 +708,6 @@ def test_an_entry_that_asks_to_observe_the_faults_of_a_step_without_tools_fails_
         assert found(check_env(fine, num_samples=1), "contract").passed
 
 
-class SlowStart(Shop):
-    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        time.sleep(0.01)
-        return super().reset()
-
-
-@pytest.mark.alone
-def test_an_environment_called_in_place_that_takes_too_long_fails_the_timing_alone() -> None:
-    found = failed(SlowStart, isolation="inline", reset_timeout_s=0.005)
-    seen = re.match(r"reset ([\d.]+) ms, at most", found["timing"])
-    assert list(found) == ["timing"] and seen and float(seen[1]) >= 10
-
-
 class NoSuchProperty(Shop):
     @property
     def tools(self) -> Any:
@@ -783,9 +766,8 @@ class Searches(Labelled):
         return "3" if fruit == "fig" else None
 
 
-def test_a_tool_that_has_no_answer_to_made_up_arguments_passes_with_a_remark() -> None:
-    finding = found(check_env(spec_of(Searches), num_samples=1), "tools")
-    assert finding.passed and "price answered nothing in every call, each with made-up arguments" in finding.detail
+def test_a_tool_that_has_no_answer_to_made_up_arguments_passes() -> None:
+    assert found(check_env(spec_of(Searches), num_samples=1), "tools") == Finding("tools", "ok", "price")
 
 
 class Ends(Labelled):
@@ -1024,14 +1006,6 @@ def test_example_values_have_the_type_of_their_parameter(schema: dict[str, Any],
     assert example_value(schema) == value
 
 
-def test_a_template_in_the_configuration_of_a_tokenizer_is_found(tmp_path: Path) -> None:
-    config = {
-        "chat_template": [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ messages|length }}"}]
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert ChatTemplate.open(model=str(tmp_path)).render([{"role": "user", "content": "?"}]) == "1"
-
-
 def test_a_template_that_drops_a_message_is_found_out(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     findings = check_env(spec_of(Shop), num_samples=1, template=ChatTemplate.open(str(tmp_path / "t.jinja")))
@@ -1100,7 +1074,6 @@ def test_the_command_returns_1_where_a_check_failed(registry: str, capsys: pytes
         (["shop"], "environment 'shop': must have a built-in data set to run without one"),
         (["geo4k"], "did you mean 'geo3k'?"),
         (["calculator", "--chat-template", "none.jinja"], "--chat-template: must be a readable file, got none.jinja"),
-        (["calculator", "--model", "nowhere"], "--model: must have a chat template"),
         (["calculator", "--samples", "0"], "--samples"),
         ([], "ID: field required"),
     ],

@@ -207,7 +207,7 @@ def test_no_episode_begins_when_the_time_of_the_check_is_up() -> None:
     started = time.monotonic()
     findings = checked(Slow, max_seconds=1)
     assert 1 < time.monotonic() - started < 3
-    assert findings["timing"].detail.startswith("stopped after 1 s (--max-seconds); ")
+    assert findings["contract"].detail.startswith("stopped after 1 s (--max-seconds); ")
     assert findings["leftovers"].passed is None
 
 

@@ -227,7 +227,7 @@ def test_code_that_the_whole_program_waits_for_ends_it_at_its_limit_and_is_named
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert done.stderr.startswith("error: sample 7: must return within its limit of 1 s")
-    assert "isolation" not in done.stderr and f'{path}", line 4' in done.stderr
+    assert "isolation" not in done.stderr and f'{path}", line 5' in done.stderr
 
 
 def test_no_call_is_watched_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from envs.checking.answers import answer_scripts
-from envs.checking.episodes import Kind, PlayedEpisode, PlayOptions, Script, checked_prompt, play_episode
+from envs.checking.episodes import Kind, PlayedEpisode, Script, checked_prompt, play_episode
 from envs.checks import Verdict, fault, ok, skipped, warning
 from envs.env import EnvArgs
 from envs.spec import BuildEnv, EnvLimits
@@ -67,12 +67,10 @@ async def _grade(
 ) -> AnswerRewards:
     prompt = checked_prompt(sample)
 
-    async def played(script: Script, options: PlayOptions | None = None) -> PlayedEpisode:
-        return await play_episode(
-            lambda: build_env(sample, args), sample, prompt, script, limits, args.max_turns, options
-        )
+    async def played(script: Script) -> PlayedEpisode:
+        return await play_episode(lambda: build_env(sample, args), sample, prompt, script, limits, args.max_turns)
 
-    survey = await played(Script("survey", "no turn at all"), PlayOptions(read_solution=True))
+    survey = await played(Script("survey", "no turn at all"))
     error = survey.fault.summary if survey.fault else ""
     rewards = AnswerRewards(sample.id, sample.label, None, None, error=error)
     if survey.fault:
