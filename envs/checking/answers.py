@@ -185,7 +185,7 @@ def check_wrong(evidence: Evidence) -> Verdict:
     if not judged:
         return skipped("no wrong answer is known")
     num_worst = sum(reward == spec.reward_min_val for _, reward in judged)
-    return ok(f"{num_worst} of {len(judged)} texts score {spec.reward_min_val:g}, the others no success")
+    return ok(f"none of {len(judged)} texts is a success; {num_worst} score {spec.reward_min_val:g}")
 
 
 def _out_of_range(evidence: Evidence) -> Iterator[str]:

@@ -127,7 +127,8 @@ def check_calls(evidence: Evidence) -> Verdict:
             problems.append(f"{where(episode)}: the call cannot be made, and the model is not told ({outcome})")
     if faults or problems:
         return fault(listed([*grouped(faults), *problems]) + _worth(evidence, faults))
-    return ok(f"of {outcomes.total()} texts " + ", ".join(f"{num} {outcome}" for outcome, num in outcomes.items()))
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+    return ok(f"{outcomes.total()} texts: {counts}")
 
 
 def _is_answered(step: StepResult) -> bool:

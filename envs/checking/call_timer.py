@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from envs.execution.watchdog import Watchdog
+
 #: How much longer than its limit a call may take before its process is ended: the runner's own limit acts before.
 GRACE_S = 2.0
 CALLS = "calls"
@@ -62,13 +64,14 @@ def _frames(traces: str) -> str:
     return ""
 
 
-class CallTimer:
+class CallTimer(Watchdog):
     """Ends this process when a call takes longer than its limit and `GRACE_S`, whatever keeps the interpreter.
 
     What it leaves in its folder is read with `LostCall.read`.
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.calls = (folder / CALLS).open("w")
         self.traces = (folder / TRACES).open("w")
         faulthandler.enable(self.traces)
@@ -79,7 +82,7 @@ class CallTimer:
         self.calls.truncate()
 
     @contextlib.contextmanager
-    def watch(self, label: str, limit_s: float, inline: bool = False) -> Iterator[None]:
+    def watch(self, label: str, limit_s: float, inline: bool = False, is_isolated: bool = True) -> Iterator[None]:
         """Time the code of a `with` block. One that runs on after its limit is timed until the next call begins."""
         self.calls.write(f"{limit_s} {label.split()[0].replace('open', 'reset')}\n")
         self.calls.flush()

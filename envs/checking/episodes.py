@@ -12,7 +12,6 @@ from envs.checking.error_location import located_line
 from envs.contract import EnvFault, EpisodeEnv, checked_messages, plain
 from envs.errors import UserError
 from envs.execution.runner import EnvRunner, StepResult
-from envs.execution.watchdog import WATCHDOG, Watcher
 from envs.spec import EnvLimits
 from envs.success import Success
 from envs.types import Message, Sample
@@ -47,7 +46,6 @@ class Fault:
 
     call: str
     text: str
-    timed_out: bool = False
     process_ended: bool = False
 
     @property
@@ -154,12 +152,10 @@ async def play_episode(
     script: Script,
     limits: EnvLimits,
     max_turns: int,
-    watcher: Watcher = WATCHDOG,
 ) -> PlayedEpisode:
     """Play an episode in which the script's texts stand for the model, until the texts, the turns or the task end.
 
-    A fault of the environment is recorded, never raised. With `limits.inline` nothing bounds the environment's calls;
-    `watcher` is told of each.
+    A fault of the environment is recorded, never raised. With `limits.inline` nothing bounds the environment's calls.
     """
     wrappers: list[_ScriptedWrapper] = []
 
@@ -170,7 +166,7 @@ async def play_episode(
         wrappers.append(_ScriptedWrapper(env, script))
         return wrappers[-1]
 
-    runner = EnvRunner(make, limits, sample.id, watcher=watcher)
+    runner = EnvRunner(make, limits, sample.id)
     opening: tuple[Message, ...] = ()
     steps: list[StepResult] = []
     steps_s: list[float] = []
@@ -178,6 +174,7 @@ async def play_episode(
     reward: float | None = None
     fault: Fault | None = None
     runs_tools = False
+    has_hung = False
     call = "reset"
     text = ""
     try:
@@ -201,7 +198,8 @@ async def play_episode(
             call = "building"
         elif call == "reset" and wrappers[-1].is_in_solution:
             call = "solution"
-        fault = Fault(call, str(caught), caught.timed_out, caught.process_ended)
+        fault = Fault(call, str(caught), caught.process_ended)
+        has_hung = caught.timed_out
     finally:
         started = time.perf_counter()
         close_error = await runner.close()
@@ -219,6 +217,6 @@ async def play_episode(
         close_error=close_error,
         reset_s=reset_s,
         steps_s=tuple(steps_s),
-        has_hung=(fault is not None and fault.timed_out) or close_s >= limits.step_timeout_s,
+        has_hung=has_hung or close_s >= limits.step_timeout_s,
         runs_tools=runs_tools,
     )

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from envs.checking.call_timer import GRACE_S, CallTimer, LostCall
 from envs.checking.episodes import Fault, PlayedEpisode, Script, checked_prompt, play_episode
@@ -19,6 +20,7 @@ from envs.checking.findings import digest, quoted
 from envs.checking.leftovers import Generators, ProcessState
 from envs.env import EnvArgs
 from envs.errors import UserError
+from envs.execution import watchdog
 from envs.execution.process_env import IMPORT_LIMIT_S, check_import, limit_memory
 from envs.spec import EnvLimits, EnvSpec
 from envs.tool_calls import ToolCall, find_tool_calls
@@ -79,7 +81,7 @@ class WorkerPlayer:
         if not self._worker.is_alive:
             self._start()
         try:
-            episode = self._worker.call(_play, place, script, timeout_s=self._bound_s)
+            episode = self._worker.call(_ask, "play", place, script, timeout_s=self._bound_s)
         except _LOST as error:
             episode = self._lost(script, error)
         if episode.has_hung:
@@ -104,7 +106,7 @@ class WorkerPlayer:
         if call.name == "close":
             return replace(episode, close_error=text)
         name = f"step {call.num_steps}" if call.name == "step" else call.name
-        return replace(episode, fault=Fault(name, text, has_hung, process_ended=True))
+        return replace(episode, fault=Fault(name, text, process_ended=True))
 
     def _hang(self, call: LostCall, script: Script) -> str:
         """Return what is said of a call that only the end of its process could stop."""
@@ -132,7 +134,7 @@ class WorkerPlayer:
         """Return the state of the worker, of a new one if there is none."""
         if self._worker.is_alive:
             try:
-                return self._worker.call(_state, timeout_s=self._bound_s)
+                return self._worker.call(_ask, "state", timeout_s=self._bound_s)
             except _LOST:  # of what an episode has left
                 self._worker.kill()
         self._start()
@@ -141,7 +143,7 @@ class WorkerPlayer:
     def changed(self) -> list[int]:
         """Return the places of the samples that episodes have changed."""
         try:
-            return self._worker.call(_changed, timeout_s=self._bound_s)
+            return self._worker.call(_ask, "changed", timeout_s=self._bound_s)
         except _LOST:
             return []
 
@@ -167,6 +169,7 @@ class _Playing:
         self._samples = samples
         self._folder = folder
         self._timer = CallTimer(folder)
+        watchdog.WATCHDOG = self._timer  # it ends a call by itself, where the program's watchdog needs another process
         self._build_env = spec.load_here()
         self._limits = replace(EnvLimits.of(spec), on_tool_fault=args.on_tool_fault)
         self._prompts = [checked_prompt(sample) for sample in samples]  # decode once, not for every episode
@@ -188,7 +191,6 @@ class _Playing:
                 script,
                 limits,
                 self._args.max_turns,
-                self._timer,
             )
         )
         for stream in (sys.stdout, sys.stderr):
@@ -233,13 +235,5 @@ def _open(spec: EnvSpec, args: EnvArgs, samples: Sequence[Sample], folder: Path)
     return _playing.state()
 
 
-def _play(place: int, script: Script) -> PlayedEpisode:
-    return _playing.play(place, script)
-
-
-def _state() -> ProcessState:
-    return _playing.state()
-
-
-def _changed() -> list[int]:
-    return _playing.changed()
+def _ask(method: str, *args: object) -> Any:
+    return getattr(_playing, method)(*args)

@@ -35,8 +35,8 @@ from envs.contract import (
 )
 from envs.env import Env
 from envs.errors import shortened
+from envs.execution import watchdog
 from envs.execution.threads import CallTimeout, call_on_thread
-from envs.execution.watchdog import WATCHDOG, Watcher
 from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
 from envs.turn_rewards import EpisodeReward, reward_of_text
@@ -78,14 +78,12 @@ class EnvRunner:
         limits: EnvLimits,
         sample_id: str = "",
         thinking: Thinking | None = None,
-        watcher: Watcher = WATCHDOG,
     ) -> None:
         """`sample_id` is for messages. The environment gets only what a turn says outside of `thinking`."""
         self._make_env = make_env
         self.limits = limits
         self._sample_id = sample_id
         self._thinking = thinking
-        self._watcher = watcher
         self.tools: Sequence[dict[str, Any]] = ()
         #: Whether the environment's steps are made of tool calls, as those of a `ToolEnv`; known once it is open.
         self.runs_tools = False
@@ -200,7 +198,7 @@ class EnvRunner:
         label = f"{name} of {slot.kind}, sample {self._sample_id or 'unknown'}"
         names = CallNames(label, "the environment", name)
         try:
-            return await call_within(limit_s, self.limits.inline, names, function, slot, *args, watcher=self._watcher)
+            return await call_within(limit_s, self.limits.inline, names, function, slot, *args)
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -220,12 +218,11 @@ async def call_within(
     names: CallNames,
     function: Callable[..., R],
     *args: object,
-    watcher: Watcher = WATCHDOG,
 ) -> R:
     """Call code of a user within a time limit, on a thread or `inline`; every exception becomes an `EnvFault`."""
     if not inline:
-        return await _on_thread(limit_s, names, function, *args, watcher=watcher)
-    with watcher.watch(names.label, limit_s, inline):
+        return await _on_thread(limit_s, names, function, *args)
+    with watchdog.WATCHDOG.watch(names.label, limit_s, inline):
         return _called(names.raised, function, *args)
 
 
@@ -269,16 +266,14 @@ class _Slot:
         return env
 
 
-async def _on_thread(
-    limit_s: float, names: CallNames, function: Callable[..., R], *args: object, watcher: Watcher
-) -> R:
+async def _on_thread(limit_s: float, names: CallNames, function: Callable[..., R], *args: object) -> R:
     """Run on a thread; raise `EnvFault` after the time limit, even if the thread still runs."""
 
     threads: list[int] = []
 
     def watched() -> R:
         threads.append(threading.get_ident())
-        with watcher.watch(names.label, limit_s):
+        with watchdog.WATCHDOG.watch(names.label, limit_s):
             return _called(names.raised, function, *args)
 
     try:

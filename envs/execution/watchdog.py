@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
-from typing import Protocol
 
 from envs.execution.watchdog_process import (
     BEAT,
@@ -44,12 +43,6 @@ from envs.safe_text import escape_controls
 #: A pause that an honest program may need to import a library or to copy a network: no limit is shorter.
 SHORTEST_S = 10.0
 LONGEST_S = 600.0
-
-
-class Watcher(Protocol):
-    """What `EnvRunner` tells of its calls: `Watchdog`, or another that acts when a call keeps the interpreter."""
-
-    def watch(self, label: str, limit_s: float, inline: bool = False) -> AbstractContextManager[None]: ...
 
 
 class Watchdog:
@@ -147,6 +140,7 @@ def _beat(memory: mmap.mmap) -> None:
         time.sleep(BEAT_S)
 
 
+#: Watches the calls of this process. The worker of a check has another one, with the same methods.
 WATCHDOG = Watchdog()
 
 

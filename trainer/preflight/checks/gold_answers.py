@@ -6,10 +6,10 @@ It plays the same scripts as `python -m envs.check`, but on the problems of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from envs.checking.answers import answer_scripts
-from envs.checking.episodes import Kind, PlayedEpisode, Script, checked_prompt, play_episode
+from envs.checking.episodes import PlayedEpisode, Script, checked_prompt, play_episode
 from envs.checks import Verdict, fault, ok, skipped, warning
 from envs.env import EnvArgs
 from envs.spec import BuildEnv, EnvLimits
@@ -71,36 +71,28 @@ async def _grade(
         return await play_episode(lambda: build_env(sample, args), sample, prompt, script, limits, args.max_turns)
 
     survey = await played(Script("survey", "no turn at all"))
-    error = survey.fault.summary if survey.fault else ""
-    rewards = AnswerRewards(sample.id, sample.label, None, None, error=error)
     if survey.fault:
-        return rewards
+        return AnswerRewards(sample.id, sample.label, None, None, error=survey.fault.summary)
     scripts = answer_scripts(survey, labels, args)
+    gold: list[PlayedEpisode] = []
+    for script in scripts:
+        if script.kind == "gold" and not any(episode.is_success(success) for episode in gold):
+            gold.append(await played(script))
+    wrong = [await played(script) for script in scripts if with_wrong and script.name in WRONG]
+    faults = [episode.fault.summary for episode in gold if episode.fault]
+    return AnswerRewards(
+        sample.id,
+        sample.label,
+        gold=_best(gold),
+        wrong=_best(wrong),
+        is_solved=any(episode.is_success(success) for episode in gold),
+        is_fooled=any(episode.is_success(success) for episode in wrong),
+        error=faults[-1] if faults else "",
+    )
 
-    def of(kind: Kind) -> list[Script]:
-        return [script for script in scripts if script.kind == kind]
 
-    for script in of("gold"):
-        found = await played(script)
-        if found.reward is None:
-            rewards = replace(rewards, error=found.fault.summary if found.fault else "no reward")
-        elif rewards.gold is None or found.reward > rewards.gold:
-            rewards = replace(rewards, gold=found.reward)
-        if found.is_success(success):
-            rewards = replace(rewards, is_solved=True)
-            break
-    for script in of("wrong") if with_wrong else ():
-        if script.name in WRONG:
-            found = await played(script)
-        else:
-            found = None
-        if found is not None and found.reward is not None:
-            if rewards.wrong is None:
-                wrong = found.reward
-            else:
-                wrong = max(found.reward, rewards.wrong)
-            rewards = replace(rewards, wrong=wrong, is_fooled=rewards.is_fooled or found.is_success(success))
-    return rewards
+def _best(episodes: Sequence[PlayedEpisode]) -> float | None:
+    return max((episode.reward for episode in episodes if episode.reward is not None), default=None)
 
 
 def check_answers(rewards: Sequence[AnswerRewards], success: Success, worst: float = 0.0) -> Verdict:
