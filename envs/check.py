@@ -155,7 +155,7 @@ class _CheckRun:
     def play_all(self, spec: EnvSpec, args: EnvArgs, samples: Sequence[Sample], template: ChatTemplate) -> Evidence:
         """Play every script, some of them twice."""
         played = self._play((place, Script("survey", "no turn at all")) for place in range(len(samples)))
-        opened = [episode for episode in played if episode.reset_s is not None]
+        opened = [episode for episode in played if episode.is_opened]
         labels = [sample.label for sample in samples if sample.label is not None]
         hostile: list[_Planned] = []
         for number, found in enumerate(opened):
@@ -165,7 +165,7 @@ class _CheckRun:
             # The samples share the texts, so that each is played once.
             hostile += [(found.place, script) for script in scripts[number :: len(opened)]]
         played += self._play(hostile)
-        middle = self._state()
+        middle = self._state()  # what is made once and kept has been made by now
         again = [episode for episode in played if episode.script.kind in REPEATED and not episode.is_lost]
         repeats = self._play((first.place, first.script) for first in again)
         last = self._state()

@@ -48,9 +48,10 @@ def answer_scripts(
         answer = as_written(label)
         scripts += [Script("gold", name, (form.replace("%s", answer),)) for name, form in FORMS.items()]
     if not survey.solution and label is None:
-        return scripts
+        return scripts  # what is wrong is not known either
     wrong = {"empty text": "", "no answer": "I do not know.", "a wrong answer": f"\\boxed{{{_near(label)}}}"}
     question = "\n".join(texts(user for user in survey.prompt if user["role"] == "user"))
+    # A grader that searches the text for the label pays for a question that names it.
     if question.strip() not in ("", str(label)):
         wrong["the question again"] = question
     if keeps_thoughts and label is not None:
@@ -58,11 +59,12 @@ def answer_scripts(
     others = [each for each in dict.fromkeys(labels) if label is not None and _differ(each, label)]
     if others:
         wrong["another's label"] = f"\\boxed{{{others[0]}}}"
-    if len(others) > 1:
+    if len(others) > 1:  # one other could be a part of the right answer
         wrong["several answers"] = f"{others[0]} or {label} or {others[1]}"
     scripts += [Script("wrong", name, (text,)) for name, text in wrong.items()]
     if label is not None:
         scripts += _revealing(survey, tools, args)
+    # Longer ones would end before their last text, which is what is judged.
     return [script for script in scripts if script.kind != "revealed" or len(script.texts) <= args.max_turns]
 
 
@@ -74,6 +76,7 @@ def as_written(label: str) -> str:
     ('Paris', '0.3', '18.8')
     """
     label = label.strip()
+    # Whole numbers are never rounded, and few digits were written by a person.
     if "." not in label or sum(map(str.isdecimal, label)) < MIN_ROUNDED_DIGITS:
         return label
     with contextlib.suppress(ValueError, OverflowError):
@@ -119,6 +122,7 @@ def _differ(one: str, other: str) -> bool:
     try:
         return Fraction(one) != Fraction(other)
     except (ValueError, ZeroDivisionError):
+        # The grader alone would call texts different that differ in case or spaces.
         return one.casefold().split() != other.casefold().split() and grade(one, other) == 0.0
 
 
@@ -139,6 +143,7 @@ def check_gold(evidence: Evidence) -> Verdict:
         num_turns = len(episodes[0].script.texts)
         if num_turns > evidence.args.max_turns:
             problems.append(f"{where(episodes[0])}: takes {num_turns} turns, max_turns is {evidence.args.max_turns}")
+        # One form is enough: a prompt may ask for a box, or for the bare answer.
         elif scores and not any(map(evidence.is_success, episodes)):
             label = sample.label or ""
             answer = as_written(label)
@@ -202,6 +207,7 @@ def _out_of_range(evidence: Evidence) -> Iterator[str]:
 def check_reward_source(evidence: Evidence) -> Verdict:
     """The reward depends on the model's own text only, not on what the environment showed."""
     right = [episode for episode in evidence.of("gold") if evidence.is_success(episode)]
+    # Where the answer is what a tool is given, the last text says nothing about the reward.
     if not any(names_label(_outside_calls(evidence, episode), episode.sample.label) for episode in right):
         return skipped("no final text with the label is known to get a reward")
     revealing = [each for each in evidence.of("revealed") if each.reward is not None and _shows_label(each)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 
 from envs.checking.episodes import Fault, PlayedEpisode, checked_prompt
 from envs.checking.findings import (
@@ -29,16 +28,17 @@ def check_contract(evidence: Evidence) -> Verdict:
     """Every call returns what the contract says, and none raises or hangs."""
     faults = [(episode, fault.call, fault.summary) for episode, fault in evidence.ordinary_faults]
     if faults:
-        return fault(listed(grouped(faults)) + _worth(evidence, faults))
+        return fault(listed(grouped(faults)))
     try:
         evidence.spec.check_tool_faults(any(episode.runs_tools for episode in evidence.episodes))
     except UserError as error:
         return fault(str(error))
+    # Without a known right answer an environment may be one that only limits end.
     if _never_ends(evidence):
         rule = "step never returns done=True, not even after the right answer, so every episode ends as max_turns"
         return fault(rule)
     episodes = evidence.of("survey", "gold", "wrong", "plain")
-    slowest_s = max((seconds for episode in episodes for seconds in episode.steps_s), default=0.0)
+    slowest_s = max((episode.slowest_s for episode in episodes), default=0.0)
     found = [f"{len(episodes)} episodes; the slowest step took {slowest_s:.2g} s", *_unwritable(evidence)]
     if evidence.stopped_after_s:
         found.insert(0, f"stopped after {evidence.stopped_after_s:g} s (--max-seconds)")
@@ -62,13 +62,6 @@ def _unwritable(evidence: Evidence) -> list[str]:
     return []
 
 
-def _worth(evidence: Evidence, faults: Sequence[tuple[PlayedEpisode, str, str]]) -> str:
-    """Name the setting that says what becomes of an episode whose step fails, if a step failed."""
-    if any(call.startswith("step") for _, call, _ in faults):
-        return f"; in training: on_tool_fault: {evidence.spec.on_tool_fault}"
-    return ""
-
-
 def check_deterministic(evidence: Evidence) -> Verdict:
     """The same sample and texts give the same episode, and the same index the same sample."""
     different = [
@@ -78,6 +71,7 @@ def check_deterministic(evidence: Evidence) -> Verdict:
         != (again.id, again.label, digest(checked_prompt(again)))
     ]
     different += [f"sample {each.id}: an episode changes its prompt or metadata" for each in evidence.samples_changed]
+    # A fault is reported by the contract already, and its text may hold an address.
     pairs = [(first, again) for first, again in evidence.repeats if not first.fault and not again.fault]
     different += [f"{where(first)}: {what}" for first, again in pairs if (what := _difference(first, again))]
     if different:
@@ -87,15 +81,14 @@ def check_deterministic(evidence: Evidence) -> Verdict:
 
 def _difference(first: PlayedEpisode, again: PlayedEpisode) -> str | None:
     """Return how two episodes of the same texts differ."""
-    if digest(first.opening) != digest(again.opening):
-        return f"the first observation differs: {unlike(first.opening, again.opening)}"
-    if json.dumps(first.tools, default=repr) != json.dumps(again.tools, default=repr):
-        return "the tools differ"
+    shown = [("the first observation", first.opening, again.opening)]
     for number, (one, other) in enumerate(zip(first.steps, again.steps, strict=False), start=1):
-        if one.done != other.done:
-            return f"step {number} ends the task in only one of two episodes"
-        if digest(one.messages) != digest(other.messages):
-            return f"the answer of step {number} differs: {unlike(one.messages, other.messages)}"
+        shown.append((f"the answer of step {number}", one.messages, other.messages))
+    for what, one, other in shown:
+        if digest(one) != digest(other):
+            return f"{what} differs: {unlike(one, other)}"
+    if (repr(first.tools), len(first.steps)) != (repr(again.tools), len(again.steps)):
+        return "the tools or the number of steps differ"
     if first.reward == again.reward:
         return None
     return f"the rewards are {first.reward:g} and {again.reward:g}"
@@ -112,12 +105,11 @@ def check_calls(evidence: Evidence) -> Verdict:
         script = episode.script
         if episode.fault:
             call, summary = episode.fault.call, episode.fault.summary
-            if (call, summary) not in known:
+            if (call, summary) not in known:  # the contract has reported the others
                 faults.append((episode, call, summary))
             continue
-        slowest_s = max(episode.steps_s, default=0.0)
-        if slowest_s > limit_s:
-            problems.append(f"{where(episode)}: a step took {slowest_s:.2g} s, the limit is {limit_s:g} s")
+        if episode.slowest_s > limit_s:
+            problems.append(f"{where(episode)}: a step took {episode.slowest_s:.2g} s, the limit is {limit_s:g} s")
         if not episode.steps or script.kind != "hostile":
             continue
         last = episode.steps[-1]
@@ -126,7 +118,7 @@ def check_calls(evidence: Evidence) -> Verdict:
         if script.needs_answer and outcome != "ok" and not _is_answered(last):
             problems.append(f"{where(episode)}: the call cannot be made, and the model is not told ({outcome})")
     if faults or problems:
-        return fault(listed([*grouped(faults), *problems]) + _worth(evidence, faults))
+        return fault(listed([*grouped(faults), *problems]))
     counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
     return ok(f"{outcomes.total()} texts: {counts}")
 
@@ -160,6 +152,7 @@ def check_leftovers(evidence: Evidence) -> Verdict:
     first, middle, last = evidence.states
     if evidence.spec.isolation == "process":
         return skipped("a worker process ends what an episode leaves")
+    # A new worker, after one that was lost, has nothing left of the episodes before it.
     if not evidence.repeats or middle.pid != last.pid:
         return skipped("the check stopped before it")
     num_episodes = len(evidence.repeats)
@@ -170,6 +163,7 @@ def check_leftovers(evidence: Evidence) -> Verdict:
             found.append(f"{num_episodes} episodes have left {more:,.0f} {what}")
     if last.directory != first.directory:
         found.append(f"the working directory is now {last.directory}")
+    # A name stands in the difference twice if its value has changed, once if it is new or gone.
     if changed := sorted({name for name, _ in first.settings ^ last.settings}):
         found.append(f"settings of the whole program are changed: {listed(changed)}")
     if seeded := sorted({name for pair in evidence.repeats for name in _seeded(*pair)}):

@@ -42,6 +42,7 @@ class LostCall:
     @classmethod
     def read(cls, folder: Path) -> LostCall:
         """Read what a `CallTimer` has left."""
+        # The first call is written before any code of the environment runs; without one the worker itself was killed.
         lines = (folder / CALLS).read_text().splitlines() or ["0 reset"]
         names = [line.split()[1] for line in lines]
         traces = (folder / TRACES).read_text(errors="replace")
@@ -85,7 +86,8 @@ class CallTimer(Watchdog):
     def watch(self, label: str, limit_s: float, inline: bool = False, is_isolated: bool = True) -> Iterator[None]:
         """Time the code of a `with` block. One that runs on after its limit is timed until the next call begins."""
         self.calls.write(f"{limit_s} {label.split()[0].replace('open', 'reset')}\n")
-        self.calls.flush()
+        self.calls.flush()  # the process may not live to close the file
+        # One timer serves all: the episodes are played one at a time, and so are their calls.
         faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=self.traces)
         try:
             yield

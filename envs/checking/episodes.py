@@ -56,12 +56,12 @@ class Fault:
 
 @dataclass(frozen=True, eq=False)
 class PlayedEpisode:
-    """The record of one episode; `steps` and `steps_s` have one item per turn, times are in seconds.
+    """The record of one episode; `slowest_s` is the duration of its slowest step in seconds.
 
-    `prompt` is the sample's prompt with its images decoded; it is empty if they cannot be decoded. `has_hung` tells
-    that a call, perhaps `close`, ran into its time limit, `runs_tools` that the steps are made of tool calls.
-    `generators` are hashes of the program's random number generators after the episode, by name, `place` is the place
-    of the sample among those that are played.
+    `prompt` is the sample's prompt with its images decoded; it is empty if they cannot be decoded. `is_opened` tells
+    that the environment was reset and its solution read, `has_hung` that a call, perhaps `close`, ran into its time
+    limit, `runs_tools` that the steps are made of tool calls. `generators` are hashes of the program's random number
+    generators after the episode, by name. `place` is the place of the sample among those that are played.
     """
 
     sample: Sample
@@ -74,8 +74,8 @@ class PlayedEpisode:
     reward: float | None = None
     fault: Fault | None = None
     close_error: str | None = None
-    reset_s: float | None = None
-    steps_s: tuple[float, ...] = ()
+    is_opened: bool = False
+    slowest_s: float = 0.0
     has_hung: bool = False
     runs_tools: bool = False
     generators: Mapping[str, int] = field(default_factory=dict)
@@ -133,6 +133,7 @@ class _ScriptedWrapper(Wrapper):
 
     def close(self) -> None:
         super().close()
+        # The agent loop closes an episode that was cancelled during its close once more.
         if self.script.kind == "closing":
             super().close()
 
@@ -162,15 +163,15 @@ async def play_episode(
     def make() -> EpisodeEnv:
         env = make_env()
         if not can_be_wrapped(env):
-            return env
+            return env  # the runner says what it lacks
         wrappers.append(_ScriptedWrapper(env, script))
         return wrappers[-1]
 
     runner = EnvRunner(make, limits, sample.id)
     opening: tuple[Message, ...] = ()
     steps: list[StepResult] = []
-    steps_s: list[float] = []
-    reset_s: float | None = None
+    slowest_s = 0.0
+    is_opened = False
     reward: float | None = None
     fault: Fault | None = None
     runs_tools = False
@@ -178,9 +179,8 @@ async def play_episode(
     call = "reset"
     text = ""
     try:
-        started = time.perf_counter()
         opening = await runner.open()
-        reset_s = time.perf_counter() - started
+        is_opened = True
         runs_tools = runner.runs_tools
         for number, text in enumerate(script.texts[:max_turns], start=1):
             call = f"step {number}"
@@ -188,9 +188,9 @@ async def play_episode(
             try:
                 steps.append(await runner.step(text))
             finally:
-                steps_s.append(time.perf_counter() - started)
+                slowest_s = max(slowest_s, time.perf_counter() - started)
             if steps[-1].done:
-                break
+                break  # the texts that are left would be of a finished task
         call = "reward"
         reward = await runner.reward(text)
     except EnvFault as caught:
@@ -215,8 +215,8 @@ async def play_episode(
         reward=reward,
         fault=fault,
         close_error=close_error,
-        reset_s=reset_s,
-        steps_s=tuple(steps_s),
+        is_opened=is_opened,
+        slowest_s=slowest_s,
         has_hung=has_hung or close_s >= limits.step_timeout_s,
         runs_tools=runs_tools,
     )

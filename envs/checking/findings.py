@@ -60,7 +60,7 @@ class Evidence:
         """How far the episode came that came farthest: `NOTHING`, `BUILT`, `OPENED` or `STEPPED`."""
         if any(episode.steps for episode in self.episodes):
             return STEPPED
-        if any(episode.reset_s is not None for episode in self.episodes):
+        if any(episode.is_opened for episode in self.episodes):
             return OPENED
         if all(episode.fault and episode.fault.call == "building" for episode in self.episodes):
             return NOTHING

@@ -60,7 +60,7 @@ class ProcessState:
     @classmethod
     def now(cls, temporary: Path, printed: Path) -> ProcessState:
         """Return the state of this program; it takes about 20 ms."""
-        gc.collect()
+        gc.collect()  # what only waits to be collected is no leftover
         threads = [thread for thread in threading.enumerate() if thread.name not in _OURS]
         return cls(
             pid=os.getpid(),

@@ -37,7 +37,7 @@ def check_prompts(evidence: Evidence) -> Verdict:
     """Prompts are messages with known roles and parts, and their images decode."""
     problems = []
     counts = []
-    openings = {episode.sample.id: episode.opening for episode in evidence.of("survey") if episode.reset_s is not None}
+    openings = {episode.sample.id: episode.opening for episode in evidence.of("survey") if episode.is_opened}
     for sample in evidence.samples:
         try:
             messages = [*checked_messages(list(sample.prompt)), *openings.get(sample.id, ())]
@@ -69,6 +69,7 @@ def check_prompts(evidence: Evidence) -> Verdict:
 
 def check_tools(evidence: Evidence) -> Verdict:
     """Tools are schemas in the form that chat templates expect."""
+    # Those of one episode stand for all: `check_deterministic` compares them.
     tools = next((episode.tools for episode in evidence.episodes if episode.tools), ())
     if not tools and any(episode.runs_tools for episode in evidence.episodes):
         return skipped("no method of this ToolEnv is marked with @tool")
@@ -104,7 +105,7 @@ def _is_silent(evidence: Evidence, tool: dict[str, Any]) -> bool:
     for episode in evidence.episodes:
         for step in episode.steps:
             made = [(record.get("name"), record.get("outcome")) for record in call_records(step)]
-            if made != [(name, "ok")] or step.done:
+            if made != [(name, "ok")] or step.done:  # a tool that ends the task need not answer
                 continue
             if any(map(str.strip, texts(step.messages))) or message_images(step.messages):
                 return False
@@ -169,7 +170,7 @@ def check_rendering(evidence: Evidence) -> Verdict:
             problems.append(f"{where(episode)}: {template.name} refuses it: {error}")
             continue
         count += len(episode.observations)
-        if episode.script.kind != "hostile":
+        if episode.script.kind != "hostile":  # a long text may be repeated in the answer
             sizes = map(len, texts(episode.observations))
             problems += [
                 f"{where(episode)}: an observation has {size:,} characters; more than {MAX_CHARACTERS:,} fill a context"
@@ -197,6 +198,7 @@ def _render_problems(
             yield f"{quoted(text)} contains half a surrogate pair, which no tokenizer accepts"
     if template.placeholder is None:
         return
+    # Texts may spell the placeholder too; `check_control_tokens` judges that.
     spelled = sum(text.count(template.placeholder) for text in texts(conversation))
     found = rendered.count(template.placeholder) - spelled
     images = len(message_images(conversation))
@@ -215,7 +217,7 @@ def check_control_tokens(evidence: Evidence) -> Verdict:
         places += [(f"an observation, {where(episode)}", _TAGS, text) for text in texts(episode.observations)]
         for place, tokens, text in places:
             for token in tokens.findall(text):
-                if token in written:
+                if token in written:  # the model wrote it, and learns nothing new from reading it
                     echoed[token] += 1
                 else:
                     own.append(f"{token} in {place}")

@@ -149,7 +149,7 @@ class WorkerPlayer:
 
     def close(self) -> None:
         """End the worker; show the beginning of what the environment has printed."""
-        self._worker.kill()
+        self._worker.kill()  # it may still print
         output = (self._folder / OUTPUT).read_bytes()
         if output:
             print(output[:MAX_SHOWN_OUTPUT].decode(errors="replace").rstrip("\n"))
@@ -180,8 +180,10 @@ class _Playing:
     def play(self, place: int, script: Script) -> PlayedEpisode:
         self._timer.begin_episode()
         self._num_played += 1
+        # Another seed each time, so that two plays leave the generators alike only if the environment seeds them.
         Generators.seed(self._num_played)
         sample = self._samples[place]
+        # A fault that is made on purpose comes again in every retry.
         limits = replace(self._limits, retries=0) if script.kind == "closing" else self._limits
         episode = self._loop.run(
             play_episode(

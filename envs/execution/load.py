@@ -18,7 +18,7 @@ def load_env(spec: EnvSpec) -> BuildEnv:
         UserError: the module cannot be imported (the message names module and cause), or has no such callable; or the
             entry's grader cannot be used.
     """
-    if spec.grader != "none":
+    if spec.grader != "none":  # a grader that is missing ends the run here, not in the first reward
         get_grader(spec.grader)
     if spec.isolation != "process":
         return spec.load_here()

@@ -102,7 +102,7 @@ class EnvRunner:
             except EnvFault:
                 if attempt == self.limits.retries:
                     raise
-                await self.close()
+                await self.close()  # what was built before the fault
                 await asyncio.sleep(self.limits.retry_backoff_s * 2**attempt)
                 self._slot = _Slot()
         raise AssertionError("the last attempt returns or raises")
@@ -132,7 +132,7 @@ class EnvRunner:
         With "observe", a `ToolEnv` shows what its tools raise. A tool that hangs or ends the process leaves no
         environment that could go on. The episode counts all the same, because dropping it would favour breaking things.
         """
-        if isinstance(fault, HostLost):
+        if isinstance(fault, HostLost):  # no text of a model takes a host away
             return False
         if self.limits.on_tool_fault == "observe":
             return self.runs_tools and (fault.timed_out or fault.process_ended)

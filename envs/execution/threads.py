@@ -82,6 +82,7 @@ class DaemonThreads:
             num_taken = self._num_taken
             time.sleep(PATIENCE_S)
             if num_waiting := self._waiting.qsize():
+                # Quick calls wait too; more threads would only fight for the interpreter.
                 self._may_block.set()
                 if self._num_taken - num_taken < QUICK_CALLS * self._num_threads:
                     self._start(min(num_waiting, max(1, 3 * self._num_threads)))
@@ -179,6 +180,7 @@ async def call_on_thread(function: Callable[..., R], *args: object, limit_s: flo
     _THREADS.submit(work)
     if limit_s is None:
         return await future
+    # It is queued behind results that have arrived: one in time is never lost to a late event loop.
     timer = loop.call_later(limit_s, calls.put, future, True, CallTimeout())
     try:
         return await future

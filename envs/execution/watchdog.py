@@ -113,14 +113,16 @@ class Watchdog:
         os.ftruncate(calls, SIZE)
         traces = os.memfd_create("traces")
         faulthandler.register(SIGNAL, file=traces, all_threads=True)
+        # A crash in C writes its traceback there too, unless somebody has chosen another file.
         if not faulthandler.is_enabled():
             faulthandler.enable(traces)
         program = str(Path(__file__).with_name("watchdog_process.py"))
         numbers = map(str, (os.getpid(), calls, traces, SHORTEST_S))
+        # Without site-packages and the program's path it starts in milliseconds.
         command = [sys.executable, "-I", "-S", program, *numbers]
         self._process = subprocess.Popen(command, pass_fds=(calls, traces), stdin=subprocess.DEVNULL)
         memory = mmap.mmap(calls, SIZE)
-        os.close(calls)
+        os.close(calls)  # the mapping stays; the traces are written to until the end
         return memory
 
 

@@ -93,7 +93,7 @@ def watch(pid: int, memory: mmap.mmap, traces: int, shortest_s: float) -> None:
         elif beat != asked and silent_s >= max(shortest_s, min(limits_s, default=math.inf)):
             asked = beat  # once: code outside of environments may take its time
             call, stacks = keeper(pid, memory, traces)
-            if call and read(memory, BEAT) == beat:
+            if call and read(memory, BEAT) == beat:  # it has not gone on while it was asked
                 rule = f"must let other code run within its limit of {call.limit_s:g} s, got nothing of the interpreter"
                 end(pid, memory, call, f"{rule} for {silent_s:g} s", "process", stacks)
 

@@ -149,6 +149,7 @@ class Worker:
             if not self.is_alive:
                 raise WorkerDied("the process had ended before the call")
             self._num_calls += 1
+            # The number comes back with the answer: an answer of an earlier call would be taken for that of this one.
             request = self._num_calls.to_bytes(8, "big") + ForkingPickler.dumps((function, args))
             try:
                 self._connection.send_bytes(request)
