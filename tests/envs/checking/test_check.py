@@ -85,8 +85,10 @@ def found(findings: Sequence[Finding], check: str) -> Finding:
 # Sound environments ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("isolation", ["inline", "thread", "process"])
-@pytest.mark.parametrize("tool_format", ["hermes", "qwen_xml"])
+@pytest.mark.parametrize(
+    ("isolation", "tool_format"),
+    [("inline", "hermes"), ("thread", "hermes"), ("process", "hermes"), ("thread", "qwen_xml")],
+)
 def test_a_sound_environment_passes_every_check(isolation: str, tool_format: str) -> None:
     env = Shop if tool_format == "hermes" else XmlShop
     findings = check_env(spec_of(env, isolation=isolation, tool_format=tool_format), num_samples=3)
@@ -289,10 +291,9 @@ def test_a_fault_is_reported_with_its_last_line_and_its_place_in_the_environment
         .index('        return {"obs_str": self.sample.metadata["colour"]}, False, {}')
         + 1
     )
-    for isolation in ("thread", "process"):
-        detail = failed(Raises, isolation=isolation)
-        assert list(detail) == ["contract"]
-        assert f"step 1: KeyError: 'colour' (test_check.py:{line})" in detail["contract"]
+    detail = failed(Raises)
+    assert list(detail) == ["contract"]
+    assert f"step 1: KeyError: 'colour' (test_check.py:{line})" in detail["contract"]
 
 
 class Order(BaseModel):
@@ -321,7 +322,6 @@ class Unfinished(Shop, abc.ABC):
     def step(self, response_text: str) -> Step: ...
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
 @pytest.mark.parametrize(
     ("env", "detail"),
     [
@@ -329,8 +329,8 @@ class Unfinished(Shop, abc.ABC):
         (Unfinished, "3 samples, building: TypeError: Can't instantiate abstract class Unfinished"),
     ],
 )
-def test_a_fault_that_no_line_of_the_author_raised_shows_no_place(env: type, isolation: str, detail: str) -> None:
-    found = failed(env, isolation=isolation)
+def test_a_fault_that_no_line_of_the_author_raised_shows_no_place(env: type, detail: str) -> None:
+    found = failed(env)
     assert list(found) == ["contract"] and found["contract"].startswith(detail)
     assert ".py" not in found["contract"]
 
@@ -414,13 +414,12 @@ def unreached(findings: Sequence[Finding]) -> set[str]:
         (Unsolved, "3 samples, solution: KeyError: 'colour' (test_check.py:"),
     ],
 )
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_what_no_play_reached_does_not_apply_and_equal_faults_are_one(env: type, isolation: str, detail: str) -> None:
-    findings = check_env(spec_of(env, isolation=isolation), num_samples=3)
+def test_what_no_play_reached_does_not_apply_and_equal_faults_are_one(env: type, detail: str) -> None:
+    findings = check_env(spec_of(env), num_samples=3)
     contract = found(findings, "contract")
     assert contract.passed is False and contract.detail.startswith(detail) and ";" not in contract.detail
     assert unreached(findings) >= OF_STEPS
-    if env is NeverBuilt and isolation == "thread":
+    if env is NeverBuilt:
         assert unreached(findings) == OF_STEPS | {"tools", "closing"}
 
 
@@ -438,11 +437,6 @@ def test_a_first_observation_that_was_never_seen_is_not_missed_in_the_prompt() -
 class Garbage(Shop):
     def step(self, response_text: str) -> Any:
         return "You walk."
-
-
-class NoReward(Shop):
-    def reward(self, final_text: str) -> Any:
-        return None
 
 
 class NoEnvironment(Shop):
@@ -475,10 +469,8 @@ class ListsText(Shop):
     ("env", "detail"),
     [
         (Garbage, "step must return (dict, bool, dict), got 'You walk.'"),
-        (NoReward, "reward must be a finite number, got None"),
         (NoEnvironment, "building must return an environment with tools, reset, step"),
         (Unready, "3 samples: building must return an environment with tools, reset, step, format_observation, "),
-        (NeverBuilt, "3 samples, building: ValueError: no colour (test_check.py:"),
         (ListsText, "solution must return a list of texts"),
     ],
 )
@@ -501,17 +493,6 @@ def test_an_environment_that_hangs_is_given_up_after_its_first_time_limit() -> N
 
 
 _counter = itertools.count()
-
-
-class Repaints(Wanderer):
-    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {"image": make_image(64, 64, seed=next(_counter))}, {}
-
-    def step(self, response_text: str) -> Step:
-        return {}, True, {}
-
-    def format_observation(self, observation: dict[str, Any]) -> Any:
-        return {"role": "user", "content": [{"type": "image", "image": observation["image"]}]}
 
 
 class RepaintsLater(Shop):
@@ -548,7 +529,6 @@ def changing(split: str, size: int, seed: int) -> list[Sample]:
     ("env", "dataset", "detail"),
     [
         (Restless, "samples", "the answer of step 1 differs: '"),
-        (Repaints, "unlabelled", "the first observation differs: the texts are the same, the images differ"),
         (RepaintsLater, "samples", "the answer of step 1 differs: the texts are the same, the images differ"),
         (LateChange, "samples", "so so so 0' and '"),
         (Fickle, "samples", "a plain answer: the rewards are"),
@@ -664,7 +644,6 @@ class Quadratic(Shop):
     ("env", "isolation", "detail"),
     [
         (Naive, "thread", "broken JSON, step 1: json.decoder.JSONDecodeError"),
-        (Naive, "process", "broken JSON, step 1: json.decoder.JSONDecodeError"),
         (Deaf, "thread", "broken JSON: the call cannot be made, and the model is not told (ends the episode)"),
         pytest.param(Quadratic, "inline", "100 kB of prose: a step took 1", marks=pytest.mark.alone),
         pytest.param(Quadratic, "thread", "step took longer than 1 s", marks=pytest.mark.alone),
@@ -687,18 +666,16 @@ class FewPrices(ToolEnv):
         return Shop.solution(self)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_a_tool_that_fails_is_named_with_its_line_whatever_this_is_worth_in_training(isolation: str) -> None:
-    found = failed(FewPrices, isolation=isolation, on_tool_fault="reward_min")
+def test_a_tool_that_fails_is_named_with_its_line_whatever_this_is_worth_in_training() -> None:
+    found = failed(FewPrices, on_tool_fault="reward_min")
     (line,) = (n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# fails"))
     assert f"a call of price, step 1: KeyError: '...' (test_check.py:{line})" in found["contract"]
     assert "malformed calls" in found
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_an_entry_that_asks_to_observe_the_faults_of_a_step_without_tools_fails_the_contract(isolation: str) -> None:
+def test_an_entry_that_asks_to_observe_the_faults_of_a_step_without_tools_fails_the_contract() -> None:
     rule = "environment 'guess' on_tool_fault: needs a ToolEnv, because no other step can go on after a fault, got"
-    spec = get_spec("guess").model_copy(update={"on_tool_fault": "observe", "isolation": isolation})
+    spec = get_spec("guess").model_copy(update={"on_tool_fault": "observe"})
     assert found(check_env(spec, num_samples=1), "contract").detail.startswith(f"{rule} observe; write reward_min")
     for fine in (get_spec("guess"), spec.model_copy(update={"on_tool_fault": "reward_min"})):
         assert found(check_env(fine, num_samples=1), "contract").passed
@@ -718,18 +695,11 @@ class Unwritable(Shop):
         return [{**super().tools[0], "example": {1, 2}}]
 
 
-class Doubled(Shop):
-    @property
-    def tools(self) -> Any:
-        return [super().tools[0]] * 2
-
-
 @pytest.mark.parametrize(
     ("env", "detail"),
     [
         (NoSuchProperty, "price: required names 'colour', which is no property"),
         (Unwritable, "cannot be written as JSON: Object of type set"),
-        (Doubled, "two tools are called price"),
     ],
 )
 def test_a_schema_that_no_template_can_show_fails_the_tools(env: type, detail: str) -> None:
@@ -834,16 +804,10 @@ def numbered(split: str, size: int, seed: int) -> list[Sample]:
     return [Sample(s.id, s.prompt, 3, s.metadata) for s in samples(split, size, seed)]  # type: ignore
 
 
-def damaged(split: str, size: int, seed: int) -> list[Sample]:
-    prompt = ({"role": "user", "content": [{"type": "image", "image": b"no image"}]},)
-    return [Sample(s.id, prompt, s.label, s.metadata) for s in samples(split, size, seed)]
-
-
 @pytest.mark.parametrize(
     ("dataset", "detail"),
     [
         ("placeholders", "a text contains <image>, which stays text"),
-        ("damaged", "image: must be an image of a known format"),
         ("bare", 'a prompt must hold {"role": str, "content": str or list of parts}'),
     ],
 )
@@ -857,18 +821,10 @@ class Odd(Shop):
         return {"role": "shop", "content": observation["obs_str"]}
 
 
-class HalfAnEmoji(Shop):
-    @tool
-    def price(self, fruit: str) -> Any:
-        """Return a price."""
-        return PRICES.get(fruit, "There is none. \ud83d")
-
-
 @pytest.mark.parametrize(
     ("env", "detail"),
     [
         (Odd, "chat_template.jinja refuses it: a message of role shop has no place here"),
-        (HalfAnEmoji, "contains half a surrogate pair, which no tokenizer accepts"),
     ],
 )
 def test_an_observation_that_cannot_be_rendered_fails_the_rendering_alone(env: type, detail: str) -> None:
@@ -926,7 +882,6 @@ class Ribbon(Huge):
 @pytest.mark.parametrize(
     ("env", "check", "detail"),
     [
-        (Huge, "contract", "image: must have at most 16000000 pixels, got 5000x4000"),
         (Tiny, "image sizes", "64x20: a side must have at least 28 pixels"),
         (Ribbon, "contract", "image: must have no side over 200 times as long as the other, got 5628x28"),
     ],
@@ -1109,6 +1064,6 @@ def test_the_command_runs_as_a_module_and_loads_neither_torch_nor_transformers()
 
 @pytest.mark.parametrize("env_id", load_registry())
 def test_every_bundled_environment_passes(env_id: str) -> None:
-    findings = check_env(get_spec(env_id))
+    findings = check_env(get_spec(env_id), num_samples=3)
     assert [finding for finding in findings if finding.passed is False] == []
     assert {finding.check for finding in findings if finding.passed} >= {"contract", "deterministic", "malformed calls"}

@@ -146,9 +146,8 @@ def checked(env: type, max_seconds: float = 120, **keys: Any) -> dict[str, Findi
         (Patches, "random.random"),
     ],
 )
-@pytest.mark.parametrize("isolation", ["thread", "inline"])
-def test_what_outlives_an_episode_is_found_and_nothing_else(env: type, words: str, isolation: str) -> None:
-    findings = checked(env, isolation=isolation)
+def test_what_outlives_an_episode_is_found_and_nothing_else(env: type, words: str) -> None:
+    findings = checked(env)
     assert [name for name, found in findings.items() if found.passed is False] == ["leftovers"]
     assert words in findings["leftovers"].detail and "isolation: process" in findings["leftovers"].detail
     assert Path.cwd() == _HERE
