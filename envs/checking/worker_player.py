@@ -63,15 +63,21 @@ class WorkerPlayer:
         (self._folder / TEMPORARY).mkdir()
         (self._folder / OUTPUT).touch()
         self._bound_s = longest_episode_s(spec) + IMPORT_LIMIT_S
-        self._start()
+        try:
+            self._start()
+        except UserError:
+            self.close()
+            raise
 
     def _start(self) -> None:
         self._worker = Worker()
-        self._worker.call(_enter, str(Path.cwd()), dict(os.environ), self._folder)
-        check_import(self._worker, self._spec)
         try:
+            self._worker.call(_enter, str(Path.cwd()), dict(os.environ), self._folder)
+            check_import(self._worker, self._spec)
             #: The state of the program that plays, before the first episode.
             self.start = self._worker.call(_open, self._spec, self._args, self._samples, self._folder)
+        except UserError:
+            raise
         except Exception as error:  # of pickling, which may run an author's code
             field = f"environment '{self._spec.id}' samples"
             raise UserError(field, "must be such as another process can read", str(error), "fix them") from error
