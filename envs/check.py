@@ -115,10 +115,7 @@ def check_env(
         load_env(spec)  # an entry point that cannot be imported is what to mend first
         raise
     samples = [read_sample(spec, source, index) for index in range(max(1, min(num_samples, len(source))))]
-    if problems.data:
-        again = source
-    else:
-        again = open_problems(spec, problems, num_samples)
+    again = source if problems.data else open_problems(spec, problems, num_samples)
     # With "drop" a fault of a tool is reported with its line, whatever it is worth in training.
     args = replace(spec.args(tool_format=detect_format(template.source)), on_tool_fault="drop")
     player = WorkerPlayer(spec, args, samples)

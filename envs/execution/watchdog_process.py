@@ -38,8 +38,8 @@ SIZE = NUM_RECORDS * CALL.size
 SIGNAL = getattr(signal, "SIGRTMAX", 64) - 3
 #: The number of calls that a message names.
 NUM_NAMED = 3
-#: Ticks of a second, of which a busy thread uses up more than a few.
-_BUSY = 20
+#: Ticks of a second, of which a busy thread uses up more than a few even on a host that is overloaded.
+_BUSY = 5
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd", "/debugpy/")
 
 
@@ -143,10 +143,12 @@ def say(found: str, call: Call, fix: str, memory: mmap.mmap, stacks: str) -> Non
     parts.append(fix if call.is_isolated else "fix it")
     if advice := read(memory, ENDING).text:
         parts.append(advice)
-    lines = [f"error: {'; '.join(parts)}", *stack_of(stacks, call.ident), ""]
+    text = "\n".join([f"error: {'; '.join(parts)}", *stack_of(stacks, call.ident), ""])
+    # So much never waits for a reader once there is room.
+    shown = text.encode()[: select.PIPE_BUF].decode(errors="ignore")
     with contextlib.suppress(OSError):
-        if select.select([], [2], [], 5.0)[1]:
-            os.write(2, "\n".join(lines).encode()[: select.PIPE_BUF])  # so much never waits for a reader
+        if select.select([], [sys.stderr], [], 5.0)[1]:
+            print(shown, end="", file=sys.stderr, flush=True)
 
 
 def read(memory: mmap.mmap, place: int) -> Call:
