@@ -43,6 +43,7 @@ from envs.safe_text import escape_controls
 #: A pause that an honest program may need to import a library or to copy a network: no limit is shorter.
 SHORTEST_S = 10.0
 LONGEST_S = 600.0
+_NO_CALL = bytes(CALL.size)
 
 
 class Watchdog:
@@ -91,7 +92,7 @@ class Watchdog:
         try:
             yield
         finally:
-            _write(memory, place)
+            memory[place * CALL.size : (place + 1) * CALL.size] = _NO_CALL
             if place >= FIRST:
                 free.append(place)
 
