@@ -19,11 +19,10 @@ from envs.checking.behaviour import (
     check_contract,
     check_deterministic,
     check_leftovers,
-    check_timing,
 )
 from envs.checking.chat_template import ChatTemplate
-from envs.checking.episodes import PlayedEpisode, PlayOptions, Script
-from envs.checking.findings import Evidence
+from envs.checking.episodes import PlayedEpisode, Script
+from envs.checking.findings import BUILT, NOT_REACHED, NOTHING, OPENED, STEPPED, Evidence
 from envs.checking.hostile import hostile_scripts
 from envs.checking.leftovers import ProcessState
 from envs.checking.messages import (
@@ -34,8 +33,7 @@ from envs.checking.messages import (
     check_tools,
     usable,
 )
-from envs.checking.players import Player
-from envs.checking.worker_player import longest_episode_s, open_player
+from envs.checking.worker_player import WorkerPlayer, longest_episode_s
 from envs.checks import CheckRun, Finding, Verdict, print_findings
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
@@ -50,24 +48,22 @@ from envs.spec import EnvSpec
 from envs.tool_calls import detect_format
 from envs.types import Sample
 
-#: By the name of the row.
-CHECKS: Mapping[str, Callable[[Evidence], Verdict]] = {
-    "contract": check_contract,
-    "prompts": check_prompts,
-    "tools": check_tools,
-    "deterministic": check_deterministic,
-    "gold answer": check_gold,
-    "wrong answers": check_wrong,
-    "reward source": check_reward_source,
-    "malformed calls": check_calls,
-    "timing": check_timing,
-    "rendering": check_rendering,
-    "control tokens": check_control_tokens,
-    "image sizes": check_images,
-    "closing": check_closing,
-    "leftovers": check_leftovers,
+#: By the name of the row: the check, and how far an episode must have come for it to say anything.
+CHECKS: Mapping[str, tuple[Callable[[Evidence], Verdict], int]] = {
+    "contract": (check_contract, NOTHING),
+    "prompts": (check_prompts, NOTHING),
+    "tools": (check_tools, OPENED),
+    "deterministic": (check_deterministic, STEPPED),
+    "gold answer": (check_gold, STEPPED),
+    "wrong answers": (check_wrong, STEPPED),
+    "reward source": (check_reward_source, STEPPED),
+    "malformed calls": (check_calls, STEPPED),
+    "rendering": (check_rendering, STEPPED),
+    "control tokens": (check_control_tokens, STEPPED),
+    "image sizes": (check_images, STEPPED),
+    "closing": (check_closing, BUILT),
+    "leftovers": (check_leftovers, NOTHING),
 }
-
 
 #: What is played twice, to see whether it is the same and what it leaves.
 REPEATED = ("gold", "plain", "hostile")
@@ -84,7 +80,6 @@ class CheckConfig(Section):
     registry: tuple[Path, ...] = Field(default=(), description="more registry files; later ones win")
     samples: int = Field(default=8, ge=1, description="how many problems to try")
     chat_template: str = Field(default="", description="Jinja file to render with; empty: a general ChatML template")
-    model: str = Field(default="", description="checkpoint folder whose chat template to render with")
     max_seconds: float = Field(
         default=120, gt=0, description="no episode begins later; the check takes at most the limits of one more"
     )
@@ -102,7 +97,7 @@ def check_env(
     """Play scripted episodes in an environment and return what each check found, in the order of `CHECKS`.
 
     No episode begins after `max_seconds`, or after a call with an ordinary text that ran into its time limit. The
-    episodes are played in a process of their own, unless it cannot import the environment.
+    episodes are played in a process of their own.
 
     Example, as a test::
 
@@ -120,21 +115,21 @@ def check_env(
         load_env(spec)  # an entry point that cannot be imported is what to mend first
         raise
     samples = [read_sample(spec, source, index) for index in range(max(1, min(num_samples, len(source))))]
-    if problems.data:
-        again = source
-    else:
-        again = open_problems(spec, problems, num_samples)
+    again = source if problems.data else open_problems(spec, problems, num_samples)
     # With "drop" a fault of a tool is reported with its line, whatever it is worth in training.
     args = replace(spec.args(tool_format=detect_format(template.source)), on_tool_fault="drop")
-    player = open_player(spec, args, samples)
+    player = WorkerPlayer(spec, args, samples)
     try:
-        evidence = _CheckRun(player, args, on_script, max_seconds).play_all(spec, samples, template)
+        evidence = _CheckRun(player, on_script, max_seconds).play_all(spec, args, samples, template)
     finally:
         player.close()
     evidence = replace(evidence, samples_again=tuple(read_sample(spec, again, k) for k in range(len(samples))))
     checks = CheckRun()
-    for name, check in CHECKS.items():
-        checks.run(name, partial(check, evidence))
+    for name, (check, needed) in CHECKS.items():
+        if evidence.reach >= needed:
+            checks.run(name, partial(check, evidence))
+        else:
+            checks.skip([name], NOT_REACHED)
     return checks.findings
 
 
@@ -146,48 +141,43 @@ def longest_s(spec: EnvSpec, max_seconds: float) -> float:
 class _CheckRun:
     """Plays the scripted episodes of one environment, until an ordinary call hangs or the time is up."""
 
-    def __init__(self, player: Player, args: EnvArgs, on_script: Callable[[Script], None], max_seconds: float) -> None:
+    def __init__(self, player: WorkerPlayer, on_script: Callable[[Script], None], max_seconds: float) -> None:
         self.player = player
-        self.args = args
         self.on_script = on_script
-        self.max_seconds, self.end = max_seconds, time.monotonic() + max_seconds
-        self.has_hung = self.is_late = False
+        self.max_seconds = max_seconds
+        self.end = time.monotonic() + max_seconds
+        self.has_hung = False
+        self.is_late = False
 
-    def play_all(self, spec: EnvSpec, samples: Sequence[Sample], template: ChatTemplate) -> Evidence:
+    def play_all(self, spec: EnvSpec, args: EnvArgs, samples: Sequence[Sample], template: ChatTemplate) -> Evidence:
         """Play every script, some of them twice."""
-        plan: list[_Planned] = [(place, Script("survey", "no turn at all")) for place in range(len(samples))]
-        surveys = self._play(plan, PlayOptions(read_solution=True))
-        opened = [(place, found) for place, found in surveys if found.reset_s is not None]
-        played = [*surveys]
+        played = self._play((place, Script("survey", "no turn at all")) for place in range(len(samples)))
+        opened = [episode for episode in played if episode.is_opened]
         labels = [sample.label for sample in samples if sample.label is not None]
-        for place, found in opened:
-            scripts = answer_scripts(found, labels, self.args, spec.thinking == "keep")
-            played += self._play((place, script) for script in scripts)
-        texts = [hostile_scripts(usable(found.tools), self.args.tool_format) for _, found in opened]
-        played += self._play(  # each text once; the samples take turns
-            (opened[number % len(opened)][0], texts[number % len(opened)][number])
-            for number in range(max(map(len, texts), default=0))
-            if number < len(texts[number % len(opened)])
-        )
-        middle = self._state()
-        again = [each for each in played if each[1].script.kind in REPEATED and not each[1].is_lost]
-        repeats = self._play((place, first.script) for place, first in again)
+        hostile: list[_Planned] = []
+        for number, found in enumerate(opened):
+            scripts = answer_scripts(found, labels, args, spec.thinking == "keep")
+            played += self._play((found.place, script) for script in scripts)
+            scripts = hostile_scripts(usable(found.tools), args.tool_format)
+            # The samples share the texts, so that each is played once.
+            hostile += [(found.place, script) for script in scripts[number :: len(opened)]]
+        played += self._play(hostile)
+        middle = self._state()  # what is made once and kept has been made by now
+        again = [episode for episode in played if episode.script.kind in REPEATED and not episode.is_lost]
+        repeats = self._play((first.place, first.script) for first in again)
         last = self._state()
-        closing = Script("closing", "closed after a fault", ("Let me see.",))
-        for fails_in in ("reset", "step"):
-            options = PlayOptions(fail_in=fails_in, close_twice=True)
-            played += self._play(((place, closing) for place, _ in surveys[:1]), options)
+        closing = [Script("closing", f"closed after a fault in {call}", ("Let me see.",)) for call in ("reset", "step")]
+        played += self._play((0, script) for script in closing)
         return Evidence(
             spec=spec,
-            args=self.args,
+            args=args,
             template=template,
             samples=tuple(samples),
             samples_again=(),
             samples_changed=tuple(samples[place] for place in self.player.changed()),
-            episodes=tuple(episode for _, episode in played),
-            repeats=tuple((first, other) for (_, first), (_, other) in zip(again, repeats, strict=False)),
+            episodes=tuple(played),
+            repeats=tuple(zip(again, repeats, strict=False)),
             states=(self.player.start, middle, last),
-            note=self.player.note,
             stopped_after_s=self.max_seconds if self.is_late else None,
         )
 
@@ -197,22 +187,20 @@ class _CheckRun:
             return self.player.start
         return self.player.state()
 
-    def _play(self, plan: Iterable[_Planned], options: PlayOptions | None = None) -> list[tuple[int, PlayedEpisode]]:
+    def _play(self, plan: Iterable[_Planned]) -> list[PlayedEpisode]:
         """Play the scripts one after the other, so that a measured time is that of one episode alone.
 
         A hostile text that hangs is one finding among others; an ordinary one ends the play.
         """
-        episodes: list[tuple[int, PlayedEpisode]] = []
-        num_lost = 0
+        episodes: list[PlayedEpisode] = []
         for place, script in plan:
             self.is_late = self.is_late or time.monotonic() > self.end
+            num_lost = sum(episode.is_lost for episode in episodes)
             if self.has_hung or self.is_late or num_lost >= MAX_LOST:
                 break
             self.on_script(script)
-            episode = self.player.play(place, script, options)
-            episodes.append((place, episode))
-            num_lost += episode.is_lost
-            self.has_hung = episode.has_hung and (script.kind != "hostile" or not self.player.outlives_hangs)
+            episodes.append(self.player.play(place, script))
+            self.has_hung = episodes[-1].has_hung and script.kind != "hostile"
         return episodes
 
 
@@ -220,7 +208,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parse, check, report."""
     config = parse(CheckConfig, argv, "python -m envs.check", "Check an environment without a model.")
     spec = get_mixture(config.id, *config.registry)
-    template = ChatTemplate.open(config.chat_template, config.model)
+    template = ChatTemplate.open(config.chat_template)
     console = Console()
     return max([_check(entry, config, template, console) for entry in spec.entries])
 

@@ -132,7 +132,7 @@ def crashed(error: Exception) -> Verdict:
         return fault(f"{error.field} {error.rule}, got {got:.{MAX_SHOWN}}", error.fix)
     place = ""
     trace = error.__traceback__
-    while trace is not None:
+    while trace is not None:  # the last place is the innermost
         place = f" ({trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno})"
         trace = trace.tb_next
     text = " ".join(str(error).split())
@@ -172,7 +172,7 @@ class CheckRun:
     def run(self, name: str, check: Check, is_needed: bool = False) -> bool:
         """Run a check if it is wanted, or if other checks need its result; return whether it has found no fault."""
         if not is_needed and not self.wants(name):
-            return True
+            return True  # what was not looked at stops nothing
         self._on_check(name)
         started = time.perf_counter()
         try:

@@ -24,6 +24,7 @@ class Console(rich.console.Console):
     """
 
     def __init__(self, **settings: Any) -> None:
+        # A text of a model could write markup: a link, a colour that hides it.
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
     @property
@@ -42,7 +43,7 @@ class Console(rich.console.Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield what to write. Escapes once more: not every text was a string."""
         for segment in super().render(renderable, options):
-            if segment.control:
+            if segment.control:  # rich's own: it moves the cursor of a progress bar
                 yield segment
             else:
                 yield Segment(escape_lines(segment.text), segment.style and _without_link(segment.style))

@@ -18,7 +18,7 @@ def end_quietly(package: str) -> None:
         words = []
     if package not in (*words, program.rpartition("/")[2]):
         return
-    show = sys.excepthook
+    show = sys.excepthook  # a notebook or a debugger may have its own
 
     def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):

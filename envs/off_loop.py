@@ -15,6 +15,7 @@ def off_loop(function: Callable[..., Any], *args: object) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return function(*args)
+    # An event loop cannot be run inside another one of the same thread.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args).result()
 

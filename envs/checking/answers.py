@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from collections import Counter, defaultdict
@@ -34,23 +35,23 @@ def answer_scripts(
     `labels` are those of the samples; one with another meaning becomes a wrong answer. With `keeps_thoughts` the
     environment gets what the model thinks, too.
     """
-    if args.grader != "none":
-        label = survey.sample.label
-    else:
-        label = None
+    label = survey.sample.label if args.grader != "none" else None
     scripts = [Script("plain", "a plain answer", ("The answer is 7.",))]
     tools = usable(survey.tools)[:MAX_TOOLS]
-    for name, arguments in ((tool["function"]["name"], example_arguments(tool)) for tool in tools):
-        scripts.append(Script("plain", f"a call of {name}", (write_call(name, arguments, args.tool_format),)))
+    for tool in tools:
+        name = tool["function"]["name"]
+        call = write_call(name, example_arguments(tool), args.tool_format)
+        scripts.append(Script("plain", f"a call of {name}", (call,)))
     if survey.solution:
         scripts.append(Script("gold", "solution()", survey.solution))
     elif label is not None:
         answer = as_written(label)
         scripts += [Script("gold", name, (form.replace("%s", answer),)) for name, form in FORMS.items()]
     if not survey.solution and label is None:
-        return scripts
+        return scripts  # what is wrong is not known either
     wrong = {"empty text": "", "no answer": "I do not know.", "a wrong answer": f"\\boxed{{{_near(label)}}}"}
     question = "\n".join(texts(user for user in survey.prompt if user["role"] == "user"))
+    # A grader that searches the text for the label pays for a question that names it.
     if question.strip() not in ("", str(label)):
         wrong["the question again"] = question
     if keeps_thoughts and label is not None:
@@ -58,41 +59,33 @@ def answer_scripts(
     others = [each for each in dict.fromkeys(labels) if label is not None and _differ(each, label)]
     if others:
         wrong["another's label"] = f"\\boxed{{{others[0]}}}"
-    if len(others) > 1:
+    if len(others) > 1:  # one other could be a part of the right answer
         wrong["several answers"] = f"{others[0]} or {label} or {others[1]}"
     scripts += [Script("wrong", name, (text,)) for name, text in wrong.items()]
     if label is not None:
-        revealing = list(_revealing(survey, tools, args))
-    else:
-        revealing = []
-    return scripts + [script for script in revealing if len(script.texts) <= args.max_turns]
+        scripts += _revealing(survey, tools, args)
+    # Longer ones would end before their last text, which is what is judged.
+    return [script for script in scripts if script.kind != "revealed" or len(script.texts) <= args.max_turns]
 
 
 def as_written(label: str) -> str:
     """Return a label as a person would write it: without spaces around it, and a number that a computer's rounding has
     made long as a short one.
 
-    >>> as_written("0.30000000000000004"), as_written("18.799999237060547"), as_written("0.3333333333333333")
-    ('0.3', '18.8', '1/3')
+    >>> as_written(" Paris"), as_written("0.30000000000000004"), as_written("18.799999237060547")
+    ('Paris', '0.3', '18.8')
     """
     label = label.strip()
-    try:
+    # Whole numbers are never rounded, and few digits were written by a person.
+    if "." not in label or sum(map(str.isdecimal, label)) < MIN_ROUNDED_DIGITS:
+        return label
+    with contextlib.suppress(ValueError, OverflowError):
         value = float(label)
-        is_single = _single(value) == value  # a number of 32 bits that was stored in 64
-    except (ValueError, OverflowError):
-        return label
-    if not math.isfinite(value) or "." not in label or sum(map(str.isdecimal, label)) < MIN_ROUNDED_DIGITS:
-        return label
-    if is_single:
-        short = f"{value:.7g}"
-    else:
-        short = f"{value:.15g}"
-    if len(short) <= len(label) - 4 and not (is_single and _single(float(short)) != value):
-        return short
-    near = Fraction(value).limit_denominator(100)
-    exact = Fraction(value)
-    if abs(near - exact) <= abs(exact) / 2 ** (24 if is_single else 52):
-        return str(near)
+        digits = 7 if _single(value) == value else 15  # a number of 32 bits that was stored in 64, or one of 64
+        short = f"{value:.{digits}g}"
+        is_same = digits == 15 or _single(float(short)) == value
+        if math.isfinite(value) and is_same and len(short) <= len(label) - 4:
+            return short
     return label
 
 
@@ -129,6 +122,7 @@ def _differ(one: str, other: str) -> bool:
     try:
         return Fraction(one) != Fraction(other)
     except (ValueError, ZeroDivisionError):
+        # The grader alone would call texts different that differ in case or spaces.
         return one.casefold().split() != other.casefold().split() and grade(one, other) == 0.0
 
 
@@ -138,24 +132,22 @@ def check_gold(evidence: Evidence) -> Verdict:
     for episode in evidence.of("gold"):
         by_sample[episode.sample.id].append(episode)
     if not by_sample:
-        unknown = "no solution() and no label that is an answer, so the right answer is unknown"
-        return skipped(unknown if evidence.is_opened else NOT_REACHED)
+        return skipped("no solution() and no label that is an answer, so the right answer is unknown")
     if evidence.spec.success_rule is None:
         rewards = dict.fromkeys(f"{each.reward:g}" for each in evidence.of("gold") if each.reward is not None)
         return skipped(f"the entry says success: none; rewards: {listed(rewards) or 'none'}")
     problems = []
     for episodes in by_sample.values():
-        too_long = [episode for episode in episodes if len(episode.script.texts) > evidence.args.max_turns]
+        sample = episodes[0].sample
         scores = [f"{episode.script.name} {episode.reward:g}" for episode in episodes if episode.reward is not None]
-        if too_long:
-            turns = len(too_long[0].script.texts)
-            problems.append(f"{where(episodes[0])}: takes {turns} turns, max_turns is {evidence.args.max_turns}")
+        num_turns = len(episodes[0].script.texts)
+        if num_turns > evidence.args.max_turns:
+            problems.append(f"{where(episodes[0])}: takes {num_turns} turns, max_turns is {evidence.args.max_turns}")
+        # One form is enough: a prompt may ask for a box, or for the bare answer.
         elif scores and not any(map(evidence.is_success, episodes)):
-            sample, answer = episodes[0].sample, as_written(episodes[0].sample.label or "")
-            if answer != (sample.label or ""):
-                form = f", as a person writes it {answer!r}"
-            else:
-                form = ""
+            label = sample.label or ""
+            answer = as_written(label)
+            form = f", as a person writes it {answer!r}" if answer != label else ""
             rule = f"{', '.join(scores)}; {_needed(evidence, episodes)}"
             problems.append(f"sample {sample.id} (label {sample.label!r:.40}{form}): {rule}")
     if problems:
@@ -172,17 +164,15 @@ def _needed(evidence: Evidence, episodes: Sequence[PlayedEpisode]) -> str:
     """Say what the right answer would need to be a success, and how to say something else."""
     spec = evidence.spec
     if isinstance(spec.success, str):
-        keys = listed(dict.fromkeys(key for each in episodes for step in each.steps for key in step.info))
+        keys = listed(key for each in episodes for step in each.steps for key in step.info)
         return f"success is {spec.success_rule}, which has {keys or 'no key'}"
     if spec.success is not None:
         return f"success is {spec.success_rule}"
-    rewards = [each.reward for each in episodes if each.reward is not None]
-    is_partial = max(rewards) > spec.reward_min_val
-    if is_partial:
-        other = f"; if that is a success, write success: {max(rewards):g} in the entry"
-    else:
-        other = ""
-    return f"best is {spec.reward_max_val:g}{other}"
+    best = max(each.reward for each in episodes if each.reward is not None)
+    needed = f"best is {spec.reward_max_val:g}"
+    if best > spec.reward_min_val:
+        return f"{needed}; if that is a success, write success: {best:g} in the entry"
+    return needed
 
 
 def check_wrong(evidence: Evidence) -> Verdict:
@@ -198,41 +188,35 @@ def check_wrong(evidence: Evidence) -> Verdict:
     if problems:
         return fault(listed(problems))
     if not judged:
-        is_unknown = evidence.is_opened and not evidence.of("wrong")
-        return skipped("there is no known wrong answer" if is_unknown else NOT_REACHED)
-    partial = [f"{where(episode)} {reward:g}" for episode, reward in judged if reward != spec.reward_min_val]
-    at_worst = f"{len(judged) - len(partial)} of {len(judged)} texts score {spec.reward_min_val:g}"
-    return ok(f"{at_worst}; partly right: {listed(partial)}" if partial else at_worst)
+        return skipped("no wrong answer is known")
+    num_worst = sum(reward == spec.reward_min_val for _, reward in judged)
+    return ok(f"none of {len(judged)} texts is a success; {num_worst} score {spec.reward_min_val:g}")
 
 
 def _out_of_range(evidence: Evidence) -> Iterator[str]:
     """Yield the episodes, whatever their texts, whose reward is not one that the entry declares."""
     low, high = evidence.spec.reward_bounds
     for episode in evidence.episodes:
-        if episode.reward is not None and episode.reward < low:
-            rule = f"below the reward_min_val {low:g} of the entry"
-            yield f"{where(episode)}: scores {episode.reward:g}, {rule}"
-        elif episode.reward is not None and episode.reward > high:
-            rule = f"above the reward_max_val {high:g} of the entry"
-            yield f"{where(episode)}: scores {episode.reward:g}, {rule}"
+        reward = low if episode.reward is None else episode.reward
+        if reward < low:
+            yield f"{where(episode)}: scores {reward:g}, below the reward_min_val {low:g} of the entry"
+        if reward > high:
+            yield f"{where(episode)}: scores {reward:g}, above the reward_max_val {high:g} of the entry"
 
 
 def check_reward_source(evidence: Evidence) -> Verdict:
     """The reward depends on the model's own text only, not on what the environment showed."""
-    gold = evidence.of("gold")
-    if not evidence.is_opened or (gold and all(episode.reward is None for episode in gold)):
-        return skipped(NOT_REACHED)
-    right = [episode for episode in gold if evidence.is_success(episode)]
+    right = [episode for episode in evidence.of("gold") if evidence.is_success(episode)]
+    # Where the answer is what a tool is given, the last text says nothing about the reward.
     if not any(names_label(_outside_calls(evidence, episode), episode.sample.label) for episode in right):
         return skipped("no final text with the label is known to get a reward")
-    rewarded = [(episode, episode.reward) for episode in evidence.of("revealed") if episode.reward is not None]
-    revealing = [(episode, reward) for episode, reward in rewarded if _shows_label(episode)]
+    revealing = [each for each in evidence.of("revealed") if each.reward is not None and _shows_label(each)]
     if not revealing:
         return skipped("no tool result showed a label")
     problems = [
         f"{where(episode)}: shown {episode.sample.label!r:.40}, "
-        f"the model's {quoted(episode.script.texts[-1])} scores {reward:g}"
-        for episode, reward in revealing
+        f"the model's {quoted(episode.script.texts[-1])} scores {episode.reward:g}"
+        for episode in revealing
         if evidence.is_success(episode)
     ]
     if problems:

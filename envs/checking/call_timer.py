@@ -6,11 +6,14 @@ thread of C, which writes down where all threads stand and ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+
+from envs.execution.watchdog import Watchdog
 
 #: How much longer than its limit a call may take before its process is ended: the runner's own limit acts before.
 GRACE_S = 2.0
@@ -39,6 +42,7 @@ class LostCall:
     @classmethod
     def read(cls, folder: Path) -> LostCall:
         """Read what a `CallTimer` has left."""
+        # The first call is written before any code of the environment runs; without one the worker itself was killed.
         lines = (folder / CALLS).read_text().splitlines() or ["0 reset"]
         names = [line.split()[1] for line in lines]
         traces = (folder / TRACES).read_text(errors="replace")
@@ -61,49 +65,34 @@ def _frames(traces: str) -> str:
     return ""
 
 
-class CallTimer:
+class CallTimer(Watchdog):
     """Ends this process when a call takes longer than its limit and `GRACE_S`, whatever keeps the interpreter.
 
     What it leaves in its folder is read with `LostCall.read`.
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.calls = (folder / CALLS).open("w")
         self.traces = (folder / TRACES).open("w")
         faulthandler.enable(self.traces)
-
-    def call(self, label: str, limit_s: float, inline: bool = False) -> _TimedCall:
-        """Return a call to be timed."""
-        return _TimedCall(self.calls, self.traces, label, limit_s)
 
     def begin_episode(self) -> None:
         """Forget the calls before."""
         self.calls.seek(0)
         self.calls.truncate()
 
-
-class _TimedCall:
-    def __init__(self, calls: IO[str], traces: IO[str], label: str, limit_s: float) -> None:
-        self._calls = calls
-        self._traces = traces
-        self._limit_s = limit_s
-        self._is_begun = self._is_over = False
-        self._name = label.split()[0].replace("open", "reset")
-
-    def begin(self) -> None:
-        if self._is_over:  # it waited for a thread until nobody waited for it
+    @contextlib.contextmanager
+    def watch(self, label: str, limit_s: float, inline: bool = False, is_isolated: bool = True) -> Iterator[None]:
+        """Time the code of a `with` block. One that runs on after its limit is timed until the next call begins."""
+        if not is_isolated:  # such as a data set that is opened during a call, whose timer must stay
+            yield
             return
-        self._calls.write(f"{self._limit_s} {self._name}\n")
-        self._calls.flush()
-        self._is_begun = True
-        faulthandler.dump_traceback_later(self._limit_s + GRACE_S, exit=True, file=self._traces)
-
-    def end(self) -> None:
-        self._is_over = True
-        if self._is_begun:
-            self._is_begun = False
+        self.calls.write(f"{limit_s} {label.split()[0].replace('open', 'reset')}\n")
+        self.calls.flush()  # the process may not live to close the file
+        # One timer serves all: the episodes are played one at a time, and so are their calls.
+        faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=self.traces)
+        try:
+            yield
+        finally:
             faulthandler.cancel_dump_traceback_later()
-
-    def abandon(self) -> None:
-        """End it: the time limit has acted, so the interpreter was free."""
-        self.end()

@@ -14,7 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from envs.config.text_files import MODEL_BYTES, read_text
+from envs.config.text_files import read_text
 from envs.errors import UserError
 from envs.execution.watchdog import bounded
 from envs.types import Message
@@ -45,9 +45,8 @@ class ChatTemplate:
         template.render([{"role": "user", "content": "Find x."}])            # "<|im_start|>user\\nFind x.<|im_end|>..."
     """
 
-    def __init__(self, source: str | Mapping[str, str], name: str) -> None:
-        """Compile a template, or those of `choose_templates`. Raises `UserError` if a source is not a template."""
-        plain, with_tools = choose_templates(source)
+    def __init__(self, source: str, name: str) -> None:
+        """Compile a template. Raises `UserError` if the source is not a template."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
@@ -55,25 +54,21 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
             with bounded(f"the chat template {name}", RENDER_S):  # a constant is computed when it is compiled
-                self._plain = environment.from_string(plain)
-                self._with_tools = environment.from_string(with_tools)
+                self._template = environment.from_string(source)
         except (jinja2.TemplateError, TimeoutError) as error:
             raise UserError(name, "must be a chat template", str(error), "give a Jinja file") from error
-        #: The text of the template for conversations with tools.
-        self.source = with_tools
+        self.source = source
         self.name = name
         #: The placeholder of an image in the rendering; None if the template shows no images.
-        self.placeholder = next((text for text in PLACEHOLDERS if text in with_tools), None)
+        self.placeholder = next((text for text in PLACEHOLDERS if text in source), None)
 
     @classmethod
-    def open(cls, file: str = "", model: str = "") -> ChatTemplate:
-        """Read the template of a file or of a checkpoint folder; with neither, the one in this package.
+    def open(cls, file: str = "") -> ChatTemplate:
+        """Read the template of a file, or the one in this package.
 
         Raises:
-            UserError: the file is missing, the folder has no template, or the text is not Jinja.
+            UserError: the file is missing, or its text is not Jinja.
         """
-        if model:
-            return cls(_read_model(Path(model)), model)
         path = Path(file) if file else PACKAGED
         try:
             return cls(read_text(path, str(path)), path.name)
@@ -87,12 +82,8 @@ class ChatTemplate:
             jinja2.TemplateError: the template refuses the messages.
             TimeoutError: it does not end.
         """
-        if tools:
-            template = self._with_tools
-        else:
-            template = self._plain
         with bounded(f"the chat template {self.name}", RENDER_S):
-            return template.render(messages=list(messages), tools=list(tools) or None, add_generation_prompt=True)
+            return self._template.render(messages=list(messages), tools=list(tools) or None, add_generation_prompt=True)
 
 
 def choose_templates(found: str | Mapping[str, str]) -> tuple[str, str]:
@@ -117,27 +108,6 @@ def choose_templates(found: str | Mapping[str, str]) -> tuple[str, str]:
         fix = "name one of them default"
         raise UserError("--model", "must have a chat template named default or tool_use", ", ".join(found), fix)
     return chosen[0], chosen[-1]
-
-
-def _read_model(folder: Path) -> str | Mapping[str, str]:
-    """Return the chat template of a checkpoint folder, or several by name, from whichever files hold them."""
-    try:
-        named = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
-        if (folder / "chat_template.jinja").is_file():
-            named["default"] = folder / "chat_template.jinja"
-        if named:
-            return {name: read_text(file, str(file)) for name, file in named.items()}
-        for name in ("chat_template.json", "tokenizer_config.json"):
-            if (folder / name).is_file():
-                found = json.loads(read_text(folder / name, str(folder / name), MODEL_BYTES)).get("chat_template")
-                if isinstance(found, list):  # several by name
-                    return {each["name"]: each["template"] for each in found}
-                if isinstance(found, str):
-                    return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError("--model", "must have a readable chat template", str(folder), f"fix it ({error})") from error
-    fix = "give a checkpoint folder with chat_template.jinja or tokenizer_config.json"
-    raise UserError("--model", "must have a chat template", str(folder), fix)
 
 
 def _to_json(value: Any, **options: Any) -> str:

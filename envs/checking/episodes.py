@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from envs.checking.error_location import located_line
-from envs.contract import EnvFault, EpisodeEnv, checked_messages
+from envs.contract import EnvFault, EpisodeEnv, checked_messages, plain
 from envs.errors import UserError
 from envs.execution.runner import EnvRunner, StepResult
-from envs.execution.watchdog import WATCHDOG, Watcher
 from envs.spec import EnvLimits
 from envs.success import Success
 from envs.types import Message, Sample
@@ -22,7 +21,6 @@ Kind = Literal["survey", "gold", "wrong", "revealed", "plain", "hostile", "closi
 
 #: The traceback line of an isolated process that builds the environment, which happens in the first call.
 _BUILDING = re.compile(r'[/\\]process_env\.py", line \d+, in _build\n')
-_TOO_LARGE = re.compile(r"observation image: must have at most \d+ pixels, got (\d+x\d+)")
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class Fault:
 
     call: str
     text: str
-    timed_out: bool = False
     process_ended: bool = False
 
     @property
@@ -56,39 +53,33 @@ class Fault:
         """The last line, with the line of the environment's code that raised it: "KeyError: 2 (shop.py:12)"."""
         return located_line(self.text)
 
-    @property
-    def too_large(self) -> str | None:
-        """The size of an image that was refused because it has too many pixels: "5000x4000"."""
-        found = _TOO_LARGE.search(self.text)
-        if found:
-            return found[1]
-        return None
-
 
 @dataclass(frozen=True, eq=False)
 class PlayedEpisode:
-    """The record of one episode; `steps` and `steps_s` have one item per turn, times are in seconds.
+    """The record of one episode; `slowest_s` is the duration of its slowest step in seconds.
 
-    `prompt` is the sample's prompt with its images decoded; it is empty if they cannot be decoded. `has_hung` tells
-    that a call, perhaps `close`, ran into its time limit, `runs_tools` that the steps are made of tool calls.
-    `generators` are hashes of the program's random number generators after the episode, by name.
+    `prompt` is the sample's prompt with its images decoded; it is empty if they cannot be decoded. `is_opened` tells
+    that the environment was reset and its solution read, `has_hung` that a call, perhaps `close`, ran into its time
+    limit, `runs_tools` that the steps are made of tool calls. `generators` are hashes of the program's random number
+    generators after the episode, by name. `place` is the place of the sample among those that are played.
     """
 
     sample: Sample
     prompt: tuple[Message, ...]
     script: Script
-    tools: Sequence[dict[str, Any]]
-    solution: tuple[str, ...]
-    opening: tuple[Message, ...]
-    steps: tuple[StepResult, ...]
-    reward: float | None
-    fault: Fault | None
-    close_error: str | None
-    reset_s: float | None
-    steps_s: tuple[float, ...]
-    has_hung: bool
-    runs_tools: bool
+    tools: Sequence[dict[str, Any]] = ()
+    solution: tuple[str, ...] = ()
+    opening: tuple[Message, ...] = ()
+    steps: tuple[StepResult, ...] = ()
+    reward: float | None = None
+    fault: Fault | None = None
+    close_error: str | None = None
+    is_opened: bool = False
+    slowest_s: float = 0.0
+    has_hung: bool = False
+    runs_tools: bool = False
     generators: Mapping[str, int] = field(default_factory=dict)
+    place: int = 0
 
     @property
     def is_lost(self) -> bool:
@@ -107,46 +98,43 @@ class PlayedEpisode:
         return [*self.opening, *(message for step in self.steps for message in step.messages)]
 
 
-@dataclass(frozen=True)
-class PlayOptions:
-    """What an episode does besides stepping: read the solution, make a call fail, close the environment twice."""
+class _ScriptedWrapper(Wrapper):
+    """Does what a script asks for besides steps, inside the environment's own calls: on their thread and in their time.
 
-    read_solution: bool = False
-    fail_in: Literal["", "reset", "step"] = ""
-    close_twice: bool = False
+    A survey reads the solution. The closing scripts make a call fail, and close the environment twice.
+    """
 
-
-class _OptionsWrapper(Wrapper):
-    """Applies the options inside the environment's own calls: on their thread and within their limits."""
-
-    def __init__(self, env: EpisodeEnv, options: PlayOptions) -> None:
+    def __init__(self, env: EpisodeEnv, script: Script) -> None:
         super().__init__(env)
-        self.options = options
+        self.script = script
         self.solution_read: tuple[str, ...] = ()
         self.is_in_solution = False
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        if self.options.fail_in == "reset":
-            raise EnvFault("made by the check")
+        self._fail("reset")
         result = super().reset()
-        if self.options.read_solution:
+        if self.script.kind == "survey":
             self.is_in_solution = True
             texts = self.solution()
             if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
                 raise EnvFault(f"solution must return a list of texts, got {texts!r:.200}")
-            self.solution_read = tuple(texts)
+            self.solution_read = plain((*texts,))
             self.is_in_solution = False
         return result
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         result = super().step(response_text)
-        if self.options.fail_in == "step":
-            raise EnvFault("made by the check")
+        self._fail("step")
         return result
+
+    def _fail(self, call: str) -> None:
+        if self.script.kind == "closing" and self.script.name.endswith(call):
+            raise EnvFault("made by the check")
 
     def close(self) -> None:
         super().close()
-        if self.options.close_twice:
+        # The agent loop closes an episode that was cancelled during its close once more.
+        if self.script.kind == "closing":
             super().close()
 
 
@@ -165,37 +153,34 @@ async def play_episode(
     script: Script,
     limits: EnvLimits,
     max_turns: int,
-    options: PlayOptions | None = None,
-    watcher: Watcher = WATCHDOG,
 ) -> PlayedEpisode:
     """Play an episode in which the script's texts stand for the model, until the texts, the turns or the task end.
 
-    A fault of the environment is recorded, never raised. With `limits.inline` nothing bounds the environment's calls;
-    `watcher` is told of each.
+    A fault of the environment is recorded, never raised. With `limits.inline` nothing bounds the environment's calls.
     """
-    wrappers: list[_OptionsWrapper] = []
+    wrappers: list[_ScriptedWrapper] = []
 
     def make() -> EpisodeEnv:
         env = make_env()
         if not can_be_wrapped(env):
-            return env
-        wrappers.append(_OptionsWrapper(env, options or PlayOptions()))
+            return env  # the runner says what it lacks
+        wrappers.append(_ScriptedWrapper(env, script))
         return wrappers[-1]
 
-    runner = EnvRunner(make, limits, sample.id, watcher=watcher)
+    runner = EnvRunner(make, limits, sample.id)
     opening: tuple[Message, ...] = ()
     steps: list[StepResult] = []
-    steps_s: list[float] = []
-    reset_s: float | None = None
+    slowest_s = 0.0
+    is_opened = False
     reward: float | None = None
     fault: Fault | None = None
     runs_tools = False
+    has_hung = False
     call = "reset"
     text = ""
     try:
-        started = time.perf_counter()
         opening = await runner.open()
-        reset_s = time.perf_counter() - started
+        is_opened = True
         runs_tools = runner.runs_tools
         for number, text in enumerate(script.texts[:max_turns], start=1):
             call = f"step {number}"
@@ -203,9 +188,9 @@ async def play_episode(
             try:
                 steps.append(await runner.step(text))
             finally:
-                steps_s.append(time.perf_counter() - started)
+                slowest_s = max(slowest_s, time.perf_counter() - started)
             if steps[-1].done:
-                break
+                break  # the texts that are left would be of a finished task
         call = "reward"
         reward = await runner.reward(text)
     except EnvFault as caught:
@@ -213,7 +198,8 @@ async def play_episode(
             call = "building"
         elif call == "reset" and wrappers[-1].is_in_solution:
             call = "solution"
-        fault = Fault(call, str(caught), caught.timed_out, caught.process_ended)
+        fault = Fault(call, str(caught), caught.process_ended)
+        has_hung = caught.timed_out
     finally:
         started = time.perf_counter()
         close_error = await runner.close()
@@ -229,8 +215,8 @@ async def play_episode(
         reward=reward,
         fault=fault,
         close_error=close_error,
-        reset_s=reset_s,
-        steps_s=tuple(steps_s),
-        has_hung=(fault is not None and fault.timed_out) or close_s >= limits.step_timeout_s,
+        is_opened=is_opened,
+        slowest_s=slowest_s,
+        has_hung=has_hung or close_s >= limits.step_timeout_s,
         runs_tools=runs_tools,
     )

@@ -20,6 +20,8 @@ from envs.spec import EnvSpec
 from envs.types import Message, Sample, content_parts
 
 MAX_SHOWN = 3
+#: How far episodes came: built, reset with the solution read, or as far as the answer of a turn.
+NOTHING, BUILT, OPENED, STEPPED = range(4)
 #: The reason when the episodes ended before the part that a check judges.
 NOT_REACHED = "no episode got as far as this"
 
@@ -30,8 +32,8 @@ class Evidence:
 
     `samples_again` are the same indices of a data set that was created again, `samples_changed` those that episodes
     have changed; `repeats` are pairs of episodes that must be equal. `states` are those of the program at the start,
-    before the repeats and after them. `note` says why the episodes were not played in a worker, if they were not.
-    `stopped_after_s` is the time after which no more episodes began; None if all were played.
+    before the repeats and after them. `stopped_after_s` is the time after which no more episodes began; None if all
+    were played.
     """
 
     spec: EnvSpec
@@ -43,7 +45,6 @@ class Evidence:
     episodes: tuple[PlayedEpisode, ...]
     repeats: tuple[tuple[PlayedEpisode, PlayedEpisode], ...]
     states: tuple[ProcessState, ProcessState, ProcessState]
-    note: str = ""
     stopped_after_s: float | None = None
 
     def of(self, *kinds: Kind) -> list[PlayedEpisode]:
@@ -55,14 +56,15 @@ class Evidence:
         return episode.is_success(self.spec.success_rule)
 
     @property
-    def is_opened(self) -> bool:
-        """Whether any environment was built and reset, and its solution read."""
-        return any(episode.reset_s is not None for episode in self.of("survey"))
-
-    @property
-    def is_stepped(self) -> bool:
-        """Whether any environment took a turn."""
-        return any(episode.steps for episode in self.episodes)
+    def reach(self) -> int:
+        """How far the episode came that came farthest: `NOTHING`, `BUILT`, `OPENED` or `STEPPED`."""
+        if any(episode.steps for episode in self.episodes):
+            return STEPPED
+        if any(episode.is_opened for episode in self.episodes):
+            return OPENED
+        if all(episode.fault and episode.fault.call == "building" for episode in self.episodes):
+            return NOTHING
+        return BUILT
 
     @property
     def ordinary_faults(self) -> list[tuple[PlayedEpisode, Fault]]:
@@ -104,24 +106,9 @@ def listed(items: Iterable[str]) -> str:
     return "; ".join(distinct[:MAX_SHOWN]) + more
 
 
-def span(counts: Sequence[int]) -> str:
-    """Write "3", or "1 to 3"."""
-    if len(set(counts)) == 1:
-        return str(counts[0])
-    return f"{min(counts)} to {max(counts)}"
-
-
 def quoted(text: str) -> str:
     """Write the beginning of a text in quotes."""
     return repr(text if len(text) <= 40 else text[:37] + "...")
-
-
-def duration(seconds: float) -> str:
-    """Write "35 µs", "1.2 ms" or "3.4 s"."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.0f} µs"
 
 
 def texts(messages: Iterable[Message]) -> list[str]:
@@ -148,10 +135,8 @@ def unlike(one: Sequence[Message], other: Sequence[Message]) -> str:
     second = "".join(texts(other))
     if first != second:
         same = next((place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
-        start = same - 10 if same > 20 else 0
+        start = max(0, same - 10)
         return f"{quoted(first[start:])} and {quoted(second[start:])}"
-    if [message.get("role") for message in one] != [message.get("role") for message in other]:
-        return "the roles differ"
     return "the texts are the same, the images differ"
 
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import builtins
 import gc
+import io
+import json
 import logging
+import math
 import os
+import pathlib
+import pickle
 import random
+import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,58 +29,51 @@ from envs.workers.process_info import children, memory_mib, num_files
 _OURS = ("environment", "environments", "watchdog")
 #: Python's own modules whose functions an environment may replace.
 _PATCHABLE = (
-    "io",
-    "json",
-    "math",
-    "os",
-    "os.path",
-    "pathlib",
-    "random",
-    "re",
-    "socket",
-    "subprocess",
-    "threading",
-    "time",
+    builtins,
+    io,
+    json,
+    math,
+    os,
+    os.path,
+    pathlib,
+    random,
+    re,
+    socket,
+    subprocess,
+    threading,
+    time,
 )
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What a program holds at one moment; where the system does not tell, a number is 0.
+    """What a program holds at one moment: amounts that may grow, and settings by name.
 
-    `num_temporary` are files in a folder for temporary files, `num_printed` bytes of its output, both only where the
-    program has its own.
+    Where the system does not tell, an amount is 0.
     """
 
     pid: int
-    num_children: int
-    num_threads: int
-    num_files: int
-    num_temporary: int
-    num_printed: int
-    memory_mib: float
+    amounts: Mapping[str, float]
     directory: str
-    variables: frozenset[tuple[str, str]]
-    functions: frozenset[tuple[str, int]]
-    settings: frozenset[tuple[str, str]]
+    settings: frozenset[tuple[str, object]]
 
     @classmethod
-    def now(cls, temporary: Path | None = None, printed: Path | None = None) -> ProcessState:
+    def now(cls, temporary: Path, printed: Path) -> ProcessState:
         """Return the state of this program; it takes about 20 ms."""
-        gc.collect()
+        gc.collect()  # what only waits to be collected is no leftover
         threads = [thread for thread in threading.enumerate() if thread.name not in _OURS]
         return cls(
             pid=os.getpid(),
-            num_children=len(children()),
-            num_threads=len(threads),
-            num_files=num_files(),
-            num_temporary=len(list(temporary.iterdir())) if temporary else 0,
-            num_printed=printed.stat().st_size if printed else 0,
-            memory_mib=memory_mib(),
+            amounts={
+                "processes": len(children()),
+                "threads": len(threads),
+                "open files": num_files(),
+                "temporary files": len(list(temporary.iterdir())),
+                "bytes of output": printed.stat().st_size,
+                "MiB of memory": memory_mib(),
+            },
             directory=_directory(),
-            variables=frozenset(os.environ.items()),
-            functions=frozenset(_functions()),
-            settings=frozenset(_settings()),
+            settings=frozenset((*os.environ.items(), *_functions(), *_settings())),
         )
 
 
@@ -85,34 +86,28 @@ def _directory() -> str:
 
 def _functions() -> Iterator[tuple[str, int]]:
     """Yield the functions and classes of Python's own modules that were loaded first, by name and identity."""
-    for module in (builtins, *(sys.modules[name] for name in _PATCHABLE if name in sys.modules)):
+    for module in _PATCHABLE:
         for name, value in vars(module).items():
             if callable(value):
                 yield f"{module.__name__}.{name}", id(value)
 
 
-def _settings() -> Iterator[tuple[str, str]]:
+def _settings() -> Iterator[tuple[str, object]]:
     """Yield what a program sets once for all of its code."""
-    yield "the level of the root logger", str(logging.root.level)
-    yield "the handlers of the root logger", repr(list(map(id, logging.root.handlers)))
-    yield "logging.disable", str(logging.root.manager.disable)
-    yield "the recursion limit", str(sys.getrecursionlimit())
-    yield "the garbage collector", str(gc.isenabled())
-    yield "the default timeout of sockets", str(socket.getdefaulttimeout())
+    yield "the level of the root logger", logging.root.level
+    yield "the handlers of the root logger", tuple(map(id, logging.root.handlers))
+    yield "logging.disable", logging.root.manager.disable
+    yield "the recursion limit", sys.getrecursionlimit()
+    yield "the garbage collector", gc.isenabled()
+    yield "the default timeout of sockets", socket.getdefaulttimeout()
     for name in ("stdin", "stdout", "stderr", "excepthook"):
-        yield f"sys.{name}", str(id(getattr(sys, name)))
+        yield f"sys.{name}", id(getattr(sys, name))
     for number in signal.valid_signals():
-        yield f"the handler of signal {int(number)}", _handler(number)
-    for timer in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF"):
-        if hasattr(signal, timer):
-            yield f"signal.{timer}", str(signal.getitimer(getattr(signal, timer))[0] > 0)
-
-
-def _handler(number: int) -> str:
-    handler = signal.getsignal(number)
-    if isinstance(handler, int):
-        return str(handler)
-    return str(id(handler))
+        handler = signal.getsignal(number)
+        yield f"the handler of signal {int(number)}", handler if isinstance(handler, int) else id(handler)
+    if sys.platform != "win32":
+        for name in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF"):
+            yield f"signal.{name}", signal.getitimer(getattr(signal, name))[0] > 0
 
 
 class Generators:
@@ -121,11 +116,8 @@ class Generators:
     Each episode begins with another seed. So two plays of an episode end in one state only if it set a seed itself.
     """
 
-    def __init__(self) -> None:
-        numpy = sys.modules.get("numpy")
-        self._before = random.getstate(), numpy and numpy.random.get_state()
-
-    def seed(self, number: int) -> None:
+    @staticmethod
+    def seed(number: int) -> None:
         """Begin anew."""
         random.seed(number)
         if numpy := sys.modules.get("numpy"):
@@ -136,13 +128,5 @@ class Generators:
         """Return a hash of the state of each generator."""
         states = {"random": hash(random.getstate())}
         if numpy := sys.modules.get("numpy"):
-            _, keys, place, *_ = numpy.random.get_state()
-            states["numpy.random"] = hash((keys.tobytes(), place))
+            states["numpy.random"] = hash(pickle.dumps(numpy.random.get_state()))
         return states
-
-    def restore(self) -> None:
-        """Give the generators the states back that they had at first."""
-        python, numpys = self._before
-        random.setstate(python)
-        if numpys:
-            sys.modules["numpy"].random.set_state(numpys)

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from PIL import Image
+from pydantic import BaseModel, Field, ValidationError
 
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.episodes import PlayedEpisode
-from envs.checking.findings import NOT_REACHED, Evidence, call_records, listed, quoted, span, texts, where
+from envs.checking.findings import NOT_REACHED, Evidence, call_records, listed, quoted, texts, where
 from envs.checking.hostile import example_arguments
 from envs.checks import Verdict, fault, ok, skipped
 from envs.contract import MAX_IMAGE_PIXELS, EnvFault, checked_messages
 from envs.errors import UserError
-from envs.images import MAX_RATIO, image_digest
+from envs.images import MAX_RATIO
 from envs.types import Message, message_images
 
 #: The image processor of Qwen's vision-language models refuses smaller sides.
 MIN_SIDE = 28
+MADE_UP = "made up"
 ROLES = ("system", "user", "assistant", "tool")
 #: About 25,000 tokens: an observation that is longer fills the context of most models by itself.
 MAX_CHARACTERS = 100_000
@@ -35,7 +37,7 @@ def check_prompts(evidence: Evidence) -> Verdict:
     """Prompts are messages with known roles and parts, and their images decode."""
     problems = []
     counts = []
-    openings = {episode.sample.id: episode.opening for episode in evidence.of("survey") if episode.reset_s is not None}
+    openings = {episode.sample.id: episode.opening for episode in evidence.of("survey") if episode.is_opened}
     for sample in evidence.samples:
         try:
             messages = [*checked_messages(list(sample.prompt)), *openings.get(sample.id, ())]
@@ -62,16 +64,17 @@ def check_prompts(evidence: Evidence) -> Verdict:
         return fault(listed(problems))
     if not counts:
         return skipped(NOT_REACHED)
-    return ok(f"{len(counts)} prompts; images in each: {span(counts)}")
+    return ok(f"{len(counts)} prompts with {sum(counts)} images")
 
 
 def check_tools(evidence: Evidence) -> Verdict:
     """Tools are schemas in the form that chat templates expect."""
+    # Those of one episode stand for all: `check_deterministic` compares them.
     tools = next((episode.tools for episode in evidence.episodes if episode.tools), ())
     if not tools and any(episode.runs_tools for episode in evidence.episodes):
         return skipped("no method of this ToolEnv is marked with @tool")
     if not tools:
-        return skipped("the environment has no tools" if evidence.is_opened else NOT_REACHED)
+        return skipped("the environment has no tools")
     problems = []
     remarks = []
     for each in tools:
@@ -82,9 +85,8 @@ def check_tools(evidence: Evidence) -> Verdict:
         function = each["function"]
         if not str(function.get("description") or "").strip():
             remarks.append(f"{function['name']} has no description, so a model has to guess what it does")
-        if silence := _silence(evidence, each):
-            is_certain, what = silence
-            (problems if is_certain else remarks).append(what)
+        if _is_silent(evidence, each):
+            problems.append(f"{function['name']} answered nothing in every call; does it return?")
     names = [each["function"]["name"] for each in tools if not schema_problem(each)]
     problems += [f"two tools are called {each}" for each, count in Counter(names).items() if count > 1]
     if problems:
@@ -92,23 +94,23 @@ def check_tools(evidence: Evidence) -> Verdict:
     return ok("; ".join([", ".join(names), *remarks]))
 
 
-def _silence(evidence: Evidence, tool: dict[str, Any]) -> tuple[bool, str] | None:
-    """Return (is_certain, problem) if a tool never answered anything; None if it did or was never called."""
+def _is_silent(evidence: Evidence, tool: dict[str, Any]) -> bool:
+    """Return whether a tool never answered anything.
+
+    It may have no answer to a text that is made up, so that only a call of the solution tells.
+    """
     name = tool["function"]["name"]
-    made_up = "made up"
-    is_guessed = made_up in example_arguments(tool, made_up).values()
-    answered: dict[bool, list[bool]] = defaultdict(list)  # by whether solution() made the call
+    is_guessed = MADE_UP in example_arguments(tool, MADE_UP).values()
+    num_calls = 0
     for episode in evidence.episodes:
         for step in episode.steps:
             made = [(record.get("name"), record.get("outcome")) for record in call_records(step)]
-            if made == [(name, "ok")] and not step.done:
-                is_answer = any(map(str.strip, texts(step.messages))) or any(message_images(step.messages))
-                answered[episode.script.kind == "gold"].append(is_answer)
-    if not answered or any(map(any, answered.values())):
-        return None
-    if is_guessed and not answered[True]:
-        return False, f"{name} answered nothing in every call, each with made-up arguments; does it return?"
-    return True, f"{name} answered nothing in every call; does it return?"
+            if made != [(name, "ok")] or step.done:  # a tool that ends the task need not answer
+                continue
+            if any(map(str.strip, texts(step.messages))) or message_images(step.messages):
+                return False
+            num_calls += episode.script.kind == "gold" or not is_guessed
+    return num_calls > 0
 
 
 def usable(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -116,27 +118,35 @@ def usable(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [tool for tool in tools if schema_problem(tool) is None]
 
 
+class _Parameters(BaseModel):
+    type: Literal["object"]
+    properties: dict[str, dict[str, Any]] = {}
+    required: list[str] = []
+
+
+class _Function(BaseModel):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]{0,63}$")]
+    parameters: _Parameters
+
+
+class _Tool(BaseModel):
+    type: Literal["function"]
+    function: _Function
+
+
 def schema_problem(tool: Any) -> str | None:
     """Return what is wrong with one tool's schema."""
     try:
         json.dumps(tool, allow_nan=False)
+        function = _Tool.model_validate(tool).function
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.80}"
     except (TypeError, ValueError) as error:
         return f"{tool!r:.80} cannot be written as JSON: {error}"
-    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-        return f'a tool must be {{"type": "function", "function": {{...}}}}, got {tool!r:.80}'
-    function = tool["function"]
-    called = function.get("name")
-    if not isinstance(called, str) or not re.fullmatch(r"[A-Za-z_][\w.-]{0,63}", called):
-        return f"a tool's name must be 1 to 64 letters, digits or _ . -, got {called!r}"
-    parameters = function.get("parameters")
-    if not isinstance(parameters, dict) or parameters.get("type") != "object":
-        return f'{called}: parameters must be {{"type": "object", "properties": {{...}}}}, got {parameters!r:.80}'
-    properties = parameters.get("properties", {})
-    required = parameters.get("required", [])
-    if not isinstance(properties, dict) or not all(isinstance(schema, dict) for schema in properties.values()):
-        return f"{called}: properties must map names to schemas, got {properties!r:.80}"
-    if unknown := [key for key in required if key not in properties]:
-        return f"{called}: required names {unknown[0]!r}, which is no property"
+    parameters = function.parameters
+    if unknown := [key for key in parameters.required if key not in parameters.properties]:
+        return f"{function.name}: required names {unknown[0]!r}, which is no property"
     return None
 
 
@@ -160,7 +170,7 @@ def check_rendering(evidence: Evidence) -> Verdict:
             problems.append(f"{where(episode)}: {template.name} refuses it: {error}")
             continue
         count += len(episode.observations)
-        if episode.script.kind != "hostile":
+        if episode.script.kind != "hostile":  # a long text may be repeated in the answer
             sizes = map(len, texts(episode.observations))
             problems += [
                 f"{where(episode)}: an observation has {size:,} characters; more than {MAX_CHARACTERS:,} fill a context"
@@ -172,8 +182,6 @@ def check_rendering(evidence: Evidence) -> Verdict:
         ]
     if problems:
         return fault(listed(problems))
-    if not count:
-        return skipped("the environment sent no message" if evidence.is_stepped else NOT_REACHED)
     return ok(f"{count} observations with {template.name}")
 
 
@@ -190,6 +198,7 @@ def _render_problems(
             yield f"{quoted(text)} contains half a surrogate pair, which no tokenizer accepts"
     if template.placeholder is None:
         return
+    # Texts may spell the placeholder too; `check_control_tokens` judges that.
     spelled = sum(text.count(template.placeholder) for text in texts(conversation))
     found = rendered.count(template.placeholder) - spelled
     images = len(message_images(conversation))
@@ -208,7 +217,7 @@ def check_control_tokens(evidence: Evidence) -> Verdict:
         places += [(f"an observation, {where(episode)}", _TAGS, text) for text in texts(episode.observations)]
         for place, tokens, text in places:
             for token in tokens.findall(text):
-                if token in written:
+                if token in written:  # the model wrote it, and learns nothing new from reading it
                     echoed[token] += 1
                 else:
                     own.append(f"{token} in {place}")
@@ -216,28 +225,17 @@ def check_control_tokens(evidence: Evidence) -> Verdict:
         return fault(listed(dict.fromkeys(own)))
     if echoed:
         return ok(f"only those that the model wrote before: {', '.join(echoed)} (rendered as plain text)")
-    if not evidence.is_stepped:
-        return skipped(NOT_REACHED)
     return ok("none in any text")
 
 
 def check_images(evidence: Evidence) -> Verdict:
     """Images have a size that a vision-language model accepts."""
-    too_large = {fault.too_large for _, fault in evidence.ordinary_faults if fault.too_large}
-    limit = f"an image may have at most {MAX_IMAGE_PIXELS:,} pixels"
-    problems = [f"{size} in an observation: {limit}" for size in sorted(too_large)]
-    shown: dict[int, Image.Image] = {}
-    most_pixels = 0
-    for episode in evidence.episodes:
-        images = message_images([*episode.prompt, *episode.observations])
-        if episode.script.kind != "hostile":  # hostile episodes are never trained on
-            most_pixels = max(most_pixels, sum(image.width * image.height for image in images))
-        shown |= {id(image): image for image in images}
-    raw_images = {image_digest(image) for image in shown.values()}
-    sizes = sorted({image.size for image in shown.values()}, key=lambda size: size[0] * size[1])
+    messages = [message for each in evidence.episodes for message in (*each.prompt, *each.observations)]
+    sizes = sorted({image.size for image in message_images(messages)}, key=math.prod)
+    problems = []
     for width, height in sizes:
         if width * height > MAX_IMAGE_PIXELS:
-            problems.append(f"{width}x{height}: {limit}")
+            problems.append(f"{width}x{height}: an image may have at most {MAX_IMAGE_PIXELS:,} pixels")
         elif min(width, height) < MIN_SIDE:
             problems.append(f"{width}x{height}: a side must have at least {MIN_SIDE} pixels")
         elif max(width, height) > MAX_RATIO * min(width, height):
@@ -245,10 +243,6 @@ def check_images(evidence: Evidence) -> Verdict:
     if problems:
         return fault(listed(problems))
     if not sizes:
-        return skipped("there are no images" if evidence.is_stepped else NOT_REACHED)
+        return skipped("there are no images")
     smallest, largest = (f"{width}x{height}" for width, height in (sizes[0], sizes[-1]))
-    if len(sizes) == 1:
-        spread = smallest
-    else:
-        spread = f"{smallest} to {largest}"
-    return ok(f"{len(raw_images)} images of {spread}, at most {most_pixels:,} pixels in an episode")
+    return ok(f"images of {smallest} to {largest}")

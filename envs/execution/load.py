@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from envs.env import Env, EnvArgs
-from envs.execution.process_env import ProcessEnv
+from envs.execution.process_env import ProcessEnv, check_import, pool_of
 from envs.grading import get_grader
 from envs.spec import BuildEnv, EnvSpec
 from envs.types import Sample
@@ -22,11 +22,12 @@ def load_env(spec: EnvSpec) -> BuildEnv:
     """
     if spec.parts:
         return _load_parts(spec)
-    if spec.grader != "none":
+    if spec.grader != "none":  # a grader that is missing ends the run here, not in the first reward
         get_grader(spec.grader)
     if spec.isolation != "process":
         return spec.load_here()
-    ProcessEnv.check(spec)
+    with pool_of(spec).worker() as worker:
+        check_import(worker, spec)
     return functools.partial(ProcessEnv, spec)
 
 

@@ -22,7 +22,7 @@ from envs.tool_calls import ToolCall, find_tool_calls
 from envs.turn_rewards import reward_of_text
 from envs.types import Message, Sample
 from envs.workers.process_info import children, num_files
-from envs.workers.worker import WorkerDied, WorkerError, WorkerLost, WorkerPool, WorkerTimeout
+from envs.workers.worker import AnyWorker, WorkerDied, WorkerError, WorkerLost, WorkerPool, WorkerTimeout
 from envs.wrapper import unwrapped
 
 CLOSE_LIMIT_S = 5.0
@@ -53,6 +53,26 @@ def pool_of(spec: EnvSpec) -> WorkerPool:
     return _RAY_POOLS.setdefault(key, WorkerPool(make=functools.partial(RayWorker, resources)))
 
 
+def check_import(worker: AnyWorker, spec: EnvSpec) -> None:
+    """Import the entry point in a worker; raise the `UserError` that `load_env` would raise."""
+    try:
+        error = worker.call(_import_error, spec, sys.path, timeout_s=IMPORT_LIMIT_S)
+    except (WorkerDied, WorkerTimeout, WorkerError) as fault:
+        rule = f"'{spec.entry_point.partition(':')[0]}' must import"
+        raise UserError(f"environment '{spec.id}' entry_point", rule, str(fault), "fix the module") from fault
+    if error is not None:
+        raise error
+
+
+def _import_error(spec: EnvSpec, path: list[str]) -> UserError | None:
+    _set_path(path)
+    try:
+        spec.load_here()
+    except UserError as error:
+        return UserError(error.field, error.rule, str(error.got), error.fix)
+    return None
+
+
 class ProcessEnv(Env):
     """Runs the environment of an entry in a worker. A clean close returns the worker to the pool; else it is killed.
 
@@ -75,19 +95,6 @@ class ProcessEnv(Env):
         self._observation: object = None  # the plain copy of the one that the worker keeps
         self._lock = threading.Lock()
         self._num_running = 0
-
-    @staticmethod
-    def check(spec: EnvSpec) -> None:
-        """Import the entry point in a worker; raise the `UserError` that `load_env` would raise."""
-        with pool_of(spec).worker() as worker:
-            try:
-                error = worker.call(_import_error, spec, sys.path, timeout_s=IMPORT_LIMIT_S)
-            except (WorkerDied, WorkerTimeout, WorkerError) as fault:
-                rule = f"'{spec.entry_point.partition(':')[0]}' must import"
-                fix = "fix the module"
-                raise UserError(f"environment '{spec.id}' entry_point", rule, str(fault), fix) from fault
-        if error is not None:
-            raise error
 
     @property
     def tools(self) -> Sequence[dict[str, Any]]:  # type: ignore[override]
@@ -180,21 +187,12 @@ _state_before: tuple[object, ...] = ()
 _files_at_start = 0
 
 
-def _import_error(spec: EnvSpec, path: list[str]) -> UserError | None:
-    _set_path(path)
-    try:
-        spec.load_here()
-    except UserError as error:
-        return UserError(error.field, error.rule, str(error.got), error.fix)
-    return None
-
-
 def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> bool:
     """Build the environment; return whether its steps are made of tool calls, as those of a `ToolEnv`."""
     global _env, _state_before, _files_at_start
     _set_path(path)
     _files_at_start = _files_at_start or num_files()
-    _limit_memory(spec.memory_limit_gib)
+    limit_memory(spec.memory_limit_gib)
     build = spec.load_here()
     _state_before = _process_state()
     _env = build(sample, args)
@@ -250,7 +248,7 @@ def _set_path(path: list[str]) -> None:
         importlib.invalidate_caches()
 
 
-def _limit_memory(gib: float) -> None:
+def limit_memory(gib: float) -> None:
     """Limit the memory for data segments and anonymous mappings; larger allocations fail."""
     with contextlib.suppress(ImportError, AttributeError):  # Windows has no such limits
         import resource

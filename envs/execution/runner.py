@@ -35,8 +35,8 @@ from envs.contract import (
 )
 from envs.env import Env
 from envs.errors import shortened
+from envs.execution import watchdog
 from envs.execution.threads import CallTimeout, call_on_thread
-from envs.execution.watchdog import WATCHDOG, Watched, Watcher
 from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
 from envs.turn_rewards import EpisodeReward, reward_of_text
@@ -56,13 +56,6 @@ class StepResult:
     done: bool
     info: Mapping[str, Any]
     reward: float = 0.0
-
-
-@dataclass
-class _StepProgress:
-    """Whether the environment's own `step` runs or has raised; its thread may still run after the time limit."""
-
-    is_stepping: bool = False
 
 
 class EnvRunner:
@@ -85,14 +78,12 @@ class EnvRunner:
         limits: EnvLimits,
         sample_id: str = "",
         thinking: Thinking | None = None,
-        watcher: Watcher = WATCHDOG,
     ) -> None:
         """`sample_id` is for messages. The environment gets only what a turn says outside of `thinking`."""
         self._make_env = make_env
         self.limits = limits
         self._sample_id = sample_id
         self._thinking = thinking
-        self._watcher = watcher
         self.tools: Sequence[dict[str, Any]] = ()
         #: Whether the environment's steps are made of tool calls, as those of a `ToolEnv`; known once it is open.
         self.runs_tools = False
@@ -111,7 +102,7 @@ class EnvRunner:
             except EnvFault:
                 if attempt == self.limits.retries:
                     raise
-                await self.close()
+                await self.close()  # what was built before the fault
                 await asyncio.sleep(self.limits.retry_backoff_s * 2**attempt)
                 self._slot = _Slot()
         raise AssertionError("the last attempt returns or raises")
@@ -123,15 +114,14 @@ class EnvRunner:
             ToolFault: the text made the step fail, and the entry says that the episode counts.
             EnvFault: any other fault.
         """
-        progress = _StepProgress()
         said = self._said(response_text)
         try:
-            messages, done, info = await self._call(self.limits.step_timeout_s, self._step, self._slot, said, progress)
+            messages, done, info = await self._call(self.limits.step_timeout_s, self._step, self._slot, said)
             return StepResult(messages, done, info, self._earned.add(info))
         except ToolFault:
             raise
         except EnvFault as fault:
-            if not (progress.is_stepping and self._is_of_action(fault)):
+            if not (self._slot.is_stepping and self._is_of_action(fault)):
                 raise
             info = {"tool_calls": [await self._lost_call(said, fault)]}
             raise ToolFault(str(fault), info, fault.timed_out) from fault
@@ -142,7 +132,7 @@ class EnvRunner:
         With "observe", a `ToolEnv` shows what its tools raise. A tool that hangs or ends the process leaves no
         environment that could go on. The episode counts all the same, because dropping it would favour breaking things.
         """
-        if isinstance(fault, HostLost):
+        if isinstance(fault, HostLost):  # no text of a model takes a host away
             return False
         if self.limits.on_tool_fault == "observe":
             return self.runs_tools and (fault.timed_out or fault.process_ended)
@@ -154,10 +144,7 @@ class EnvRunner:
             names = await self._call(self.limits.step_timeout_s, _called_tools, self._slot, response_text)
         except EnvFault:
             names = None
-        if names and len(set(names)) == 1:
-            name = names[0]
-        else:
-            name = None
+        name = names[0] if names and len(set(names)) == 1 else None
         return {"name": name, "arguments": None, "outcome": TOOL_FAULT, "reason": last_line(str(fault))}
 
     async def reward(self, final_text: str) -> float:
@@ -185,34 +172,19 @@ class EnvRunner:
         if not slot.fill(env):  # the caller gave up while this thread was building
             _close(slot)
             return (), False, ()
-        if missing := {name: error for name in _METHODS if (error := _missing(env, name))}:
-            if "tools" in missing and "step" not in missing and not hasattr(env, "reward"):
-                fix = " (an environment written for slime: add `compat: slime` to its entry)"
-            else:
-                fix = ""
-            reasons = "; ".join(dict.fromkeys(map(str, missing.values())))
-            rule = f"building must return an environment with {', '.join(_METHODS)}"
-            raise EnvFault(f"{rule}, got {type(env).__name__}: {reasons}{fix}")
+        _check_methods(env)
         observation = _checked_reset(env.reset())
-        if observation:
-            messages = checked_opening(env.format_observation(observation))
-        else:
-            messages = ()
+        messages = checked_opening(env.format_observation(observation)) if observation else ()
         return checked_tools(env.tools), _called_tools(slot, "") is not None, messages
 
     @staticmethod
-    def _step(
-        slot: _Slot, response_text: str, progress: _StepProgress
-    ) -> tuple[tuple[Message, ...], bool, dict[str, Any]]:
+    def _step(slot: _Slot, response_text: str) -> tuple[tuple[Message, ...], bool, dict[str, Any]]:
         env = slot.env
-        progress.is_stepping = True
+        slot.is_stepping = True
         result = env.step(response_text)
-        progress.is_stepping = False
+        slot.is_stepping = False
         observation, done, info = _checked_step(result)
-        if observation:
-            messages = checked_answer(env.format_observation(observation))
-        else:
-            messages = ()
+        messages = checked_answer(env.format_observation(observation)) if observation else ()
         return messages, done, plain_dict(info)
 
     @staticmethod
@@ -226,7 +198,7 @@ class EnvRunner:
         label = f"{name} of {slot.kind}, sample {self._sample_id or 'unknown'}"
         names = CallNames(label, "the environment", name)
         try:
-            return await call_within(limit_s, self.limits.inline, names, function, slot, *args, watcher=self._watcher)
+            return await call_within(limit_s, self.limits.inline, names, function, slot, *args)
         finally:
             self.seconds += time.perf_counter() - started
 
@@ -246,26 +218,19 @@ async def call_within(
     names: CallNames,
     function: Callable[..., R],
     *args: object,
-    watcher: Watcher = WATCHDOG,
 ) -> R:
     """Call code of a user within a time limit, on a thread or `inline`; every exception becomes an `EnvFault`."""
-    call = watcher.call(names.label, limit_s, inline)
-    try:
-        if not inline:
-            return await _on_thread(limit_s, call, names, function, *args)
-        call.begin()
-        try:
-            return _called(names.raised, function, *args)
-        finally:
-            call.end()
-    finally:
-        call.abandon()
+    if not inline:
+        return await _on_thread(limit_s, names, function, *args)
+    with watchdog.WATCHDOG.watch(names.label, limit_s, inline):
+        return _called(names.raised, function, *args)
 
 
 class _Slot:
     """Holds the environment, which a thread may still build after the caller has given up.
 
-    `kind` is the name of the environment's class, for messages; before it is built there is none.
+    `kind` is the name of the environment's class, for messages; before it is built there is none. `is_stepping` tells
+    that the environment's own `step` runs or has raised; its thread may still run after the time limit.
     """
 
     def __init__(self) -> None:
@@ -273,6 +238,7 @@ class _Slot:
         self._abandoned = False
         self._env: EpisodeEnv | None = None
         self.kind = "an environment"
+        self.is_stepping = False
 
     @property
     def env(self) -> EpisodeEnv:
@@ -300,18 +266,15 @@ class _Slot:
         return env
 
 
-async def _on_thread(limit_s: float, call: Watched, names: CallNames, function: Callable[..., R], *args: object) -> R:
+async def _on_thread(limit_s: float, names: CallNames, function: Callable[..., R], *args: object) -> R:
     """Run on a thread; raise `EnvFault` after the time limit, even if the thread still runs."""
 
     threads: list[int] = []
 
     def watched() -> R:
         threads.append(threading.get_ident())
-        call.begin()
-        try:
+        with watchdog.WATCHDOG.watch(names.label, limit_s):
             return _called(names.raised, function, *args)
-        finally:
-            call.end()  # before the thread takes its next call
 
     try:
         return await call_on_thread(watched, limit_s=limit_s)
@@ -321,11 +284,8 @@ async def _on_thread(limit_s: float, call: Watched, names: CallNames, function: 
 
 def _stack(threads: Sequence[int]) -> str:
     """Return where the environment's code stands on a thread, outermost call first; empty if it never ran."""
-    frames = sys._current_frames()
-    if threads and threads[0] in frames:
-        stack = traceback.extract_stack(frames.get(threads[0]))
-    else:
-        stack = []
+    frame = sys._current_frames().get(threads[0]) if threads else None
+    stack = traceback.extract_stack(frame) if frame else []
     ours = max((place for place, frame in enumerate(stack) if frame.filename == __file__), default=len(stack))
     return "".join(traceback.format_list(stack[ours + 1 :]))
 
@@ -363,27 +323,24 @@ def trace_of(error: BaseException) -> str:
 
 # Checks of what an environment returns --------------------------------------------------------------------------------
 
-_METHODS = ["tools", "reset", "step", "format_observation", "close"]
+_METHODS = ("tools", "reset", "step", "format_observation", "close")
 
 
-def _missing(env: object, name: str) -> AttributeError | None:
-    """Return the error of a missing attribute; a property may name the attribute that it needs."""
-    try:
-        getattr(env, name)
-    except AttributeError as error:
-        return error
-    return None
+def _check_methods(env: object) -> None:
+    for name in _METHODS:
+        try:
+            getattr(env, name)
+        except AttributeError as error:  # a property may name the attribute that it needs
+            is_of_slime = name == "tools" and hasattr(env, "step") and not hasattr(env, "reward")
+            fix = " (an environment written for slime: add `compat: slime` to its entry)" if is_of_slime else ""
+            rule = f"building must return an environment with {', '.join(_METHODS)}"
+            raise EnvFault(f"{rule}, got {type(env).__name__}: {error}{fix}") from error
 
 
 def _called_tools(slot: _Slot, response_text: str) -> list[str] | None:
     env = slot.env
-    if isinstance(env, Env):
-        names = env.called_tools(response_text)
-    else:
-        names = None
-    if names is None:
-        return None
-    return plain([*names])
+    names = env.called_tools(response_text) if isinstance(env, Env) else None
+    return None if names is None else plain([*names])
 
 
 def _close(slot: _Slot) -> None:
@@ -411,17 +368,19 @@ def last_line(text: str | None) -> str:
 
 
 def _checked_reset(value: object) -> dict[str, Any]:
-    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, dict) for part in value):
-        return value[0]
-    fix = "; does it return?" if value is None else ""
-    raise EnvFault(f"reset must return (dict, dict), got {value!r:.200}{fix}")
+    match value:
+        case tuple((dict() as observation, dict())):
+            return observation
+    raise EnvFault(f"reset must return (dict, dict), got {_quoted(value)}")
 
 
 def _checked_step(value: object) -> tuple[dict[str, Any], bool, Mapping[str, Any]]:
-    if isinstance(value, tuple) and len(value) == 3:
-        observation, done, info = value
-        is_flag = isinstance(done, bool) or type(done).__name__ in ("bool_", "bool")  # numpy's, without importing it
-        if isinstance(observation, dict) and is_flag and isinstance(info, dict):
+    match value:
+        # numpy's flag too, without importing it
+        case tuple((dict() as observation, done, dict() as info)) if type(done).__name__ in ("bool", "bool_"):
             return observation, bool(done), info
-    fix = "; does it return?" if value is None else ""
-    raise EnvFault(f"step must return (dict, bool, dict), got {value!r:.200}{fix}")
+    raise EnvFault(f"step must return (dict, bool, dict), got {_quoted(value)}")
+
+
+def _quoted(value: object) -> str:
+    return "None; does it return?" if value is None else f"{value!r:.200}"

@@ -26,7 +26,6 @@ NUM_EAGER = 2
 PATIENCE_S = 0.01
 #: Calls that a thread finishes within PATIENCE_S if they are quick (a few milliseconds each).
 QUICK_CALLS = 4
-SLOW_S = 0.05
 
 
 class DaemonThreads:
@@ -39,87 +38,54 @@ class DaemonThreads:
     """
 
     def __init__(self) -> None:
+        self._waiting: SimpleQueue[Callable[[], Any]] = SimpleQueue()
         self._lock = threading.Lock()
-        self._waiting: deque[Callable[[], Any]] = deque()
-        self._idle: list[SimpleQueue[None]] = []  # wakes an idle thread; the latest one is last
-        self._began: dict[int, float] = {}  # when each working thread began its call
-        self._num_allowed = NUM_EAGER
+        self._num_threads = 0
         self._num_taken = 0
-        self._blocked = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._may_block = threading.Event()
 
     def submit(self, work: Callable[[], Any]) -> None:
         """Schedule `work` to start soon; return at once."""
-        with self._lock:
-            self._waiting.append(work)
-            if len(self._began) < self._num_allowed:
-                self._wake(1)
-            elif not self._blocked.is_set():
-                self._watch_out()
+        self._waiting.put(work)
+        if self._num_threads < NUM_EAGER:
+            with self._lock:
+                if self._num_threads == 0:
+                    threading.Thread(target=self._watch, daemon=True, name="environments").start()
+                self._start(1)
+        if not self._may_block.is_set():
+            self._may_block.set()
 
-    def _wake(self, count: int) -> None:
-        """Wake `count` more threads, idle ones first. The caller holds the lock."""
+    def _start(self, count: int) -> None:
         for _ in range(count):
-            bell = self._idle.pop() if self._idle else None
-            if bell is None:
-                bell = SimpleQueue()
-                thread = threading.Thread(target=self._serve, args=(bell,), daemon=True, name="environment")
-                try:
-                    thread.start()
-                except RuntimeError:  # no more threads; the working ones take the waiting calls
-                    logger.warning("no thread can be started for an environment's call")
-                    self._watch_out()
-                    return
-            self._began[id(bell)] = time.monotonic()
-            bell.put(None)
+            try:
+                threading.Thread(target=self._serve, daemon=True, name="environment").start()
+            except RuntimeError:  # no more threads; the working ones take the waiting calls
+                logger.warning("no thread can be started for an environment's call")
+                return
+            self._num_threads += 1
 
-    def _serve(self, bell: SimpleQueue[None]) -> None:
-        me = id(bell)
+    def _serve(self) -> None:
         while True:
-            bell.get()
-            while (work := self._next(me, bell)) is not None:
-                try:
-                    work()
-                except BaseException:  # `work` must not raise; if it does, keep the thread
-                    logger.exception("a call on a thread raised")
-                del work  # release what it holds while the thread waits
-
-    def _next(self, me: int, bell: SimpleQueue[None]) -> Callable[[], Any] | None:
-        """Return the thread's next call; if there is none, mark the thread as idle and return None."""
-        now = time.monotonic()
-        with self._lock:
-            if now - self._began[me] > SLOW_S:  # it raised the limit because it was slow
-                self._num_allowed = max(NUM_EAGER, self._num_allowed - 1)
-            if self._waiting and len(self._began) <= self._num_allowed:
-                self._began[me] = now
-                self._num_taken += 1
-                return self._waiting.popleft()
-            del self._began[me]
-            self._idle.append(bell)
-            return None
-
-    def _watch_out(self) -> None:
-        if self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, daemon=True, name="environments")
-            self._watcher.start()
-        self._blocked.set()
+            work = self._waiting.get()
+            self._num_taken += 1
+            try:
+                work()
+            except BaseException:  # `work` must not raise; if it does, keep the thread
+                logger.exception("a call on a thread raised")
+            del work  # release what it holds while the thread waits
 
     def _watch(self) -> None:
-        """While calls wait for blocked threads, wake more threads, up to four times as many in each round."""
+        """While calls wait for blocked threads, start more threads, up to four times as many in each round."""
         while True:
-            self._blocked.wait()
+            self._may_block.wait()
+            self._may_block.clear()
             num_taken = self._num_taken
             time.sleep(PATIENCE_S)
-            with self._lock:
-                num_working = len(self._began)
-                if not self._waiting:
-                    late = time.monotonic() - SLOW_S
-                    self._num_allowed = NUM_EAGER + sum(began < late for began in self._began.values())
-                    self._blocked.clear()
-                elif self._num_taken - num_taken < QUICK_CALLS * num_working:
-                    more = min(len(self._waiting), max(1, 3 * num_working))
-                    self._num_allowed = num_working + more
-                    self._wake(more)
+            if num_waiting := self._waiting.qsize():
+                # Quick calls wait too; more threads would only fight for the interpreter.
+                self._may_block.set()
+                if self._num_taken - num_taken < QUICK_CALLS * self._num_threads:
+                    self._start(min(num_waiting, max(1, 3 * self._num_threads)))
 
 
 class DaemonThread:
@@ -165,17 +131,14 @@ class CallTimeout(Exception):
 
 
 class _LoopCalls:
-    """The calls that one event loop waits for.
+    """The calls that one event loop waits for: one wake-up delivers all results that have arrived.
 
-    One wake-up delivers all results that have arrived, and one timer serves all calls with the same limit. A system
-    call and a timer for each would take most of the time of quick calls.
+    A system call for each would take most of the time of quick calls.
     """
 
     def __init__(self) -> None:
         self._arrived: deque[tuple[asyncio.Future[Any], bool, Any]] = deque()
         self._is_awake = False
-        self._deadlines: dict[float, dict[asyncio.Future[Any], float]] = {}  # by limit; the earliest deadline is first
-        self._has_timer: set[float] = set()
 
     def put(self, future: asyncio.Future[Any], is_error: bool, value: object) -> None:
         """Hand over the result or the error of a call; any thread may call this."""
@@ -191,30 +154,6 @@ class _LoopCalls:
             future, is_error, value = self._arrived.popleft()
             if not future.done():
                 (future.set_exception if is_error else future.set_result)(value)
-
-    async def result(self, future: asyncio.Future[R], limit_s: float) -> R:
-        """Wait for a call; raise CallTimeout after the limit."""
-        loop = future.get_loop()
-        deadlines = self._deadlines.setdefault(limit_s, {})
-        deadlines[future] = loop.time() + limit_s
-        if limit_s not in self._has_timer:
-            self._has_timer.add(limit_s)
-            loop.call_later(limit_s, self._expire, loop, limit_s)
-        try:
-            return await future
-        finally:
-            deadlines.pop(future, None)
-
-    def _expire(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
-        """Fail the calls that are over their limit, and set the timer for the next deadline."""
-        deadlines = self._deadlines[limit_s]
-        for future, deadline in list(deadlines.items()):
-            if deadline > loop.time():
-                loop.call_at(deadline, self._expire, loop, limit_s)
-                return
-            if not future.done():
-                future.set_exception(CallTimeout())
-        self._has_timer.remove(limit_s)
 
 
 #: One per event loop; the entry goes away with its loop.
@@ -239,7 +178,14 @@ async def call_on_thread(function: Callable[..., R], *args: object, limit_s: flo
         calls.put(future, *outcome)
 
     _THREADS.submit(work)
-    return await (future if limit_s is None else calls.result(future, limit_s))
+    if limit_s is None:
+        return await future
+    # It is queued behind results that have arrived: one in time is never lost to a late event loop.
+    timer = loop.call_later(limit_s, calls.put, future, True, CallTimeout())
+    try:
+        return await future
+    finally:
+        timer.cancel()
 
 
 def fit_for_a_loop(error: BaseException) -> Exception:

@@ -17,48 +17,33 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
-from typing import IO, Protocol
 
-from envs.errors import UserError
 from envs.execution.watchdog_process import (
     BEAT,
     BEAT_S,
     CALL,
-    COUNT,
     ENDING,
-    ENDING_AT,
+    FIRST,
     INLINE,
     LABEL_SIZE,
-    LONGEST_S,
-    NUM_CALLS,
+    NUM_RECORDS,
+    SIGNAL,
     SIZE,
-    SLOT_SIZE,
+    SPARE,
 )
 from envs.safe_text import escape_controls
 
-#: Where the traceback of all threads is asked for: no code of ours or of a library listens to it.
-SIGNAL: int = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-
-
-class Watched(Protocol):
-    """A call under way: `begin` and `end` on the thread that runs it, `abandon` once nobody waits for it any more."""
-
-    def begin(self) -> None: ...
-    def end(self) -> None: ...
-    def abandon(self) -> None: ...
-
-
-class Watcher(Protocol):
-    """What `EnvRunner` tells of its calls: `Watchdog`, or another that acts when a call keeps the interpreter."""
-
-    def call(self, label: str, limit_s: float, inline: bool = False) -> Watched: ...
+#: A pause that an honest program may need to import a library or to copy a network: no limit is shorter.
+SHORTEST_S = 10.0
+LONGEST_S = 600.0
+_NO_CALL = bytes(CALL.size)
 
 
 class Watchdog:
@@ -66,148 +51,108 @@ class Watchdog:
 
     Example::
 
-        call = WATCHDOG.call("RegexEnv.step of sample 17", limit_s=30)
-        call.begin()        # on the thread that runs it
-        call.end()          # there too, when it is over; it is watched until then, also if nobody waits for it
+        with WATCHDOG.watch("RegexEnv.step of sample 17", limit_s=30):      # on the thread that runs the call
+            env.step(text)
     """
 
     def __init__(self) -> None:
+        self._advice = ""
+        self._numbers = count(1)
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        # A forked process has neither the thread nor a watching process of its own: it starts anew.
         self._lock = threading.Lock()
         self._memory: mmap.mmap | None = None
-        self._free: deque[int] = deque()
-        self._num_inline = 0
-        self._advice = ""
-        os.register_at_fork(after_in_child=self._forget)
 
     def advise(self, advice: str) -> None:
         """Set what is said, besides the call, where the program is ended: the command that resumes it."""
         self._advice = advice
-        self._write_ending(is_over=False)
-
-    def _write_ending(self, is_over: bool = True) -> None:
         if self._memory is not None:
-            ENDING.pack_into(self._memory, ENDING_AT, is_over, escape_controls(self._advice).encode())
+            self._write_ending(self._memory)
 
-    def call(self, label: str, limit_s: float, inline: bool = False, is_isolated: bool = True) -> WatchedCall:
-        """Return a call to be watched. The program ends if it keeps the interpreter, or inline runs, for `limit_s`.
+    def _write_ending(self, memory: mmap.mmap, is_over: bool = False) -> None:
+        _write(memory, ENDING, number=is_over, label=self._advice)
 
+    @contextlib.contextmanager
+    def watch(self, label: str, limit_s: float, inline: bool = False, is_isolated: bool = True) -> Iterator[None]:
+        """Watch the code of a `with` block: the program ends if it keeps the interpreter for `limit_s`.
+
+        `inline` says that the whole program waits for it, so that it ends where the code only takes so long.
         `is_isolated` says that the `isolation` of an entry decides where it runs.
         """
-        if self._memory is None:
-            with self._lock:
-                if self._memory is None:
-                    self._start()
-        assert self._memory is not None
-        self._num_inline += inline
-        number = self._num_inline if inline else 0
-        return WatchedCall(self._memory, self._free, label, limit_s, number, is_isolated)
-
-    def _start(self) -> None:
-        with _shared_file() as shared:
-            memory = mmap.mmap(shared.fileno(), SIZE)
-            self._free = deque(range(NUM_CALLS))
-            if hasattr(faulthandler, "register"):
-                self._traces = tempfile.TemporaryFile()  # noqa: SIM115 - open to the end
-                faulthandler.register(SIGNAL, file=self._traces, all_threads=True)
-                if not faulthandler.is_enabled():
-                    faulthandler.enable(self._traces)
-                program = Path(__file__).with_name("watchdog_process.py")
-                files = [shared.fileno(), self._traces.fileno()]
-                command = [sys.executable, "-I", "-S", str(program), *map(str, (os.getpid(), int(SIGNAL), *files))]
-                self._process = subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL)
-        threading.Thread(target=_beat, args=(memory,), daemon=True, name="watchdog").start()
-        self._memory = memory
-        self._write_ending(is_over=False)
-        atexit.register(self._write_ending)
-
-    def _forget(self) -> None:
-        """Start anew in a forked process: it has neither the thread nor a watching process of its own."""
-        self._lock = threading.Lock()
-        self._memory = None
-
-
-class WatchedCall:
-    """A call under way; `begin` and `end` run on one thread, `abandon` on that of the event loop."""
-
-    __slots__ = ("_free", "_inline", "_is_isolated", "_is_over", "_label", "_limit_s", "_memory", "_slots")
-
-    def __init__(
-        self, memory: mmap.mmap, free: deque[int], label: str, limit_s: float, inline: int, is_isolated: bool
-    ) -> None:
-        self._memory = memory
-        self._free = free
-        self._label = label
-        self._limit_s = limit_s
-        self._is_isolated = is_isolated
-        self._inline = inline  # its number among the calls on the event loop, 0 on a thread
-        self._slots: list[int] = []  # none or one
-        self._is_over = False
-
-    def begin(self) -> None:
-        """Write down that this thread runs the call; beyond `NUM_CALLS` at a time a call is not watched."""
-        if self._is_over:  # it waited for a thread until nobody waited for it
-            return
+        memory = self._memory or self._start()
+        free = self._free
         try:
-            slot = self._free.popleft()
+            place = INLINE if inline else free.popleft()
         except IndexError:
-            return
-        label = escape_controls(self._label).encode()[:LABEL_SIZE]
-        ids = threading.get_native_id(), threading.get_ident()
-        CALL.pack_into(self._memory, slot * SLOT_SIZE + BEAT.size, self._limit_s, *ids, self._is_isolated, label)
-        self._slots.append(slot)
-        if self._inline:
-            INLINE.pack_into(self._memory, COUNT.size, self._inline, slot + 1)
+            place = SPARE  # more calls at once than places: this one is not watched
+        _write(memory, place, next(self._numbers), limit_s, is_isolated, label)
+        try:
+            yield
+        finally:
+            memory[place * CALL.size : (place + 1) * CALL.size] = _NO_CALL
+            if place >= FIRST:
+                free.append(place)
 
-    def abandon(self) -> None:
-        """Let it not begin any more; one that has begun is watched to its end."""
-        self._is_over = True
+    def _start(self) -> mmap.mmap:
+        with self._lock:
+            if self._memory is None:
+                memory = self._watched_memory()
+                self._free = deque(range(FIRST, NUM_RECORDS))
+                self._write_ending(memory)
+                atexit.register(self._write_ending, memory, is_over=True)
+                threading.Thread(target=_beat, args=(memory,), daemon=True, name="watchdog").start()
+                self._memory = memory
+            return self._memory
 
-    def end(self) -> None:
-        """Clear the entry."""
-        if self._inline:
-            INLINE.pack_into(self._memory, COUNT.size, 0, 0)
-        for slot in self._slots:
-            CALL.pack_into(self._memory, slot * SLOT_SIZE + BEAT.size, 0.0, 0, 0, False, b"")
-            self._free.append(slot)
+    def _watched_memory(self) -> mmap.mmap:
+        if sys.platform != "linux":  # the watching process reads /proc
+            return mmap.mmap(-1, SIZE)
+        calls = os.memfd_create("calls")
+        os.ftruncate(calls, SIZE)
+        traces = os.memfd_create("traces")
+        faulthandler.register(SIGNAL, file=traces, all_threads=True)
+        # A crash in C writes its traceback there too, unless somebody has chosen another file.
+        if not faulthandler.is_enabled():
+            faulthandler.enable(traces)
+        program = str(Path(__file__).with_name("watchdog_process.py"))
+        numbers = map(str, (os.getpid(), calls, traces, SHORTEST_S))
+        # Without site-packages and the program's path it starts in milliseconds.
+        command = [sys.executable, "-I", "-S", program, *numbers]
+        self._process = subprocess.Popen(command, pass_fds=(calls, traces), stdin=subprocess.DEVNULL)
+        memory = mmap.mmap(calls, SIZE)
+        os.close(calls)  # the mapping stays; the traces are written to until the end
+        return memory
 
 
-def _shared_file() -> IO[bytes]:
-    """Return a new file without a name, for the memory that both processes share."""
-    try:
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
-        file.truncate(SIZE)
-    except OSError as error:
-        size = -(-SIZE // 1024)
-        reason = error.strerror
-        rule = f"must be a folder where a file of {size} KiB can be written (see also `ulimit -f`)"
-        folder = os.environ.get("TMPDIR") or "/tmp"
-        fix = f"give another folder ({reason})"
-        raise UserError("TMPDIR", rule, folder, fix) from error
-    return file
+def _write(
+    memory: mmap.mmap, place: int, number: int = 0, limit_s: float = 0.0, is_isolated: bool = False, label: str = ""
+) -> None:
+    """Write a record about this thread; without a limit there is no call."""
+    text = escape_controls(label).encode()[:LABEL_SIZE]
+    thread = threading.get_native_id()
+    CALL.pack_into(memory, place * CALL.size, number, limit_s, thread, threading.get_ident(), is_isolated, text)
 
 
 def _beat(memory: mmap.mmap) -> None:
     """Count up for as long as this thread gets the interpreter."""
     for number in count(1):
-        COUNT.pack_into(memory, 0, number)
+        _write(memory, BEAT, number)
         time.sleep(BEAT_S)
 
 
+#: Watches the calls of this process. The worker of a check has another one, with the same methods.
 WATCHDOG = Watchdog()
 
 
-@contextlib.contextmanager
-def watched(label: str, limit_s: float = LONGEST_S) -> Iterator[None]:
+def watched(label: str, limit_s: float = LONGEST_S) -> AbstractContextManager[None]:
     """Watch code of a user that the whole program waits for: `with watched("--sampler my.py:Hard"): ...`.
 
     The program ends, with a message that names it, if it takes longer than `limit_s` (`math.inf`: it may).
     """
-    call = WATCHDOG.call(label, limit_s, inline=True, is_isolated=False)
-    call.begin()
-    try:
-        yield
-    finally:
-        call.end()
+    return WATCHDOG.watch(label, limit_s, inline=True, is_isolated=False)
 
 
 @contextlib.contextmanager

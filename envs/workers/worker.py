@@ -15,13 +15,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from envs.workers.forkserver import kill_with_children
+
+if TYPE_CHECKING:
+    from envs.workers.ray_worker import RayWorker
 
 R = TypeVar("R")
 #: Modules that the fork server imports once for all workers, if the program has imported them.
@@ -126,18 +128,14 @@ class Worker:
         self.pid, self._connection = _FORK_SERVER.fork()
         self._calling = threading.Lock()
         self._ending = threading.Lock()
-        self._is_alive = True
+        #: Whether the process can take another call.
+        self.is_alive = True
         self._num_calls = 0
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process can take another call."""
-        return self._is_alive
 
     @property
     def is_idle(self) -> bool:
         """Whether the process waits for a call: no call is in progress, and no unexpected answer has arrived."""
-        return self._is_alive and not self._calling.locked() and not self._connection.poll(0)
+        return self.is_alive and not self._calling.locked() and not self._connection.poll(0)
 
     def call(self, function: Callable[..., R], *args: object, timeout_s: float | None = None) -> R:
         """Run `function(*args)` in the process and return its value.
@@ -148,21 +146,14 @@ class Worker:
             WorkerTimeout: the call took longer than `timeout_s`.
         """
         with self._calling:
-            if not self._is_alive:
+            if not self.is_alive:
                 raise WorkerDied("the process had ended before the call")
-            if timeout_s is None:
-                deadline = None
-            else:
-                deadline = time.monotonic() + timeout_s
             self._num_calls += 1
+            # The number comes back with the answer: an answer of an earlier call would be taken for that of this one.
             request = self._num_calls.to_bytes(8, "big") + ForkingPickler.dumps((function, args))
             try:
                 self._connection.send_bytes(request)
-                if deadline is None:
-                    left = None
-                else:
-                    left = max(0.0, deadline - time.monotonic())
-                if not self._connection.poll(left):
+                if not self._connection.poll(timeout_s):
                     self.kill()
                     raise WorkerTimeout(f"took longer than {timeout_s} s")
                 number, succeeded, value = self._connection.recv()
@@ -180,16 +171,16 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process at once; a call that runs in it raises `WorkerDied`."""
-        if self._is_alive:
+        if self.is_alive:
             kill_with_children(self.pid)
             self._end()
 
     def _end(self) -> str:
         """Collect the exit code once; return how the process ended."""
         with self._ending:
-            if not self._is_alive:
+            if not self.is_alive:
                 return "killed"
-            self._is_alive = False
+            self.is_alive = False
             code = _FORK_SERVER.wait(self.pid)
         if not self._calling.locked():
             self._connection.close()
@@ -198,15 +189,8 @@ class Worker:
         return f"signal {signal.Signals(-code).name}"
 
 
-class AnyWorker(Protocol):
-    """A worker process, on this host (`Worker`) or elsewhere."""
-
-    @property
-    def is_alive(self) -> bool: ...
-    @property
-    def is_idle(self) -> bool: ...
-    def call(self, function: Callable[..., R], *args: object, timeout_s: float | None = None) -> R: ...
-    def kill(self) -> None: ...
+#: A worker process, on this host or elsewhere.
+AnyWorker: TypeAlias = "Worker | RayWorker"
 
 
 class WorkerPool:
@@ -218,46 +202,39 @@ class WorkerPool:
             worker.call(function, timeout_s=1.0)
     """
 
-    def __init__(self, size: int | None = None, make: Callable[[], AnyWorker] = Worker) -> None:
-        """Set how many workers may be in use at once (None: no limit; further users wait), and what makes one."""
+    def __init__(self, size: int = sys.maxsize, make: Callable[[], AnyWorker] = Worker) -> None:
+        """Set how many workers may be in use at once (further users wait), and what makes one."""
         self._size = size
         self._make = make
         self._reset()
 
     def _reset(self) -> None:
         self._idle: list[AnyWorker] = []
-        if self._size is not None:
-            self._free_slots = threading.Semaphore(self._size)
-        else:
-            self._free_slots = None
+        self._free_slots = threading.Semaphore(self._size)
         self._owner = os.getpid()
 
     def acquire(self) -> AnyWorker:
         """Return an idle worker, or a new one."""
         if self._owner != os.getpid():  # in a forked child; the workers belong to the parent
             self._reset()
-        if self._free_slots is not None:
-            self._free_slots.acquire()
+        self._free_slots.acquire()
         try:
-            while True:
-                try:
+            while self._idle:
+                with contextlib.suppress(IndexError):  # another thread has just taken the last one
                     worker = self._idle.pop()
-                except IndexError:
-                    return self._make()
-                if worker.is_idle:
-                    return worker
-                worker.kill()
+                    if worker.is_idle:
+                        return worker
+                    worker.kill()
+            return self._make()
         except BaseException:  # such as no more processes: the slot is for the next user
-            if self._free_slots is not None:
-                self._free_slots.release()
+            self._free_slots.release()
             raise
 
     def release(self, worker: AnyWorker) -> None:
         """Return a worker to the pool; a killed one is dropped."""
         if worker.is_alive:
             self._idle.append(worker)
-        if self._free_slots is not None:
-            self._free_slots.release()
+        self._free_slots.release()
 
     @contextlib.contextmanager
     def worker(self) -> Iterator[AnyWorker]:

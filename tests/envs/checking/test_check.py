@@ -6,7 +6,6 @@ import abc
 import functools
 import itertools
 import json
-import re
 import subprocess
 import sys
 import time
@@ -86,8 +85,10 @@ def found(findings: Sequence[Finding], check: str) -> Finding:
 # Sound environments ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("isolation", ["inline", "thread", "process"])
-@pytest.mark.parametrize("tool_format", ["hermes", "qwen_xml"])
+@pytest.mark.parametrize(
+    ("isolation", "tool_format"),
+    [("inline", "hermes"), ("thread", "hermes"), ("process", "hermes"), ("thread", "qwen_xml")],
+)
 def test_a_sound_environment_passes_every_check(isolation: str, tool_format: str) -> None:
     env = Shop if tool_format == "hermes" else XmlShop
     findings = check_env(spec_of(env, isolation=isolation, tool_format=tool_format), num_samples=3)
@@ -97,18 +98,13 @@ def test_a_sound_environment_passes_every_check(isolation: str, tool_format: str
     assert found(findings, "image sizes").passed is None
 
 
-def test_an_environment_that_no_other_process_can_import_is_played_here_and_this_is_said(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_environment_that_no_other_process_can_import_is_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = types.ModuleType("notebook_of_a_test")
     vars(notebook).update(Shop=Shop)
     monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
     spec = spec_of(Shop, entry_point=f"{notebook.__name__}:Shop")
-    findings = check_env(spec, num_samples=1)
-    assert [finding for finding in findings if finding.passed is False] == []
-    assert found(findings, "malformed calls").detail.startswith("played in this program, which a text could stop (")
-    assert "No module named 'notebook_of_a_test'" in found(findings, "malformed calls").detail
-    assert "played in this program" not in found(check_env(spec_of(Shop), num_samples=1), "malformed calls").detail
+    with pytest.raises(UserError, match="No module named 'notebook_of_a_test'"):
+        check_env(spec, num_samples=1)
 
 
 class XmlShop(Shop):
@@ -154,7 +150,6 @@ def test_a_label_that_no_person_would_write_fails_the_gold_answer_and_is_named_w
         ("100000000000000000", "100000000000000000"),
         ("1234.56005859375", "1234.56"),
         ("267.49999999999994", "267.5"),
-        ("-0.6666666666666666", "-2/3"),
         ("3.1415927410125732", "3.1415927410125732"),
         ("a label of 15.000000000000002 words", "a label of 15.000000000000002 words"),
         ("nan", "nan"),
@@ -213,11 +208,9 @@ class Partial(Shop):
         return 0.25 if "not know" in final_text else super().reward(final_text)
 
 
-def test_partial_credit_for_wrong_answers_passes_and_is_reported() -> None:
+def test_partial_credit_for_wrong_answers_passes() -> None:
     finding = found(check_env(spec_of(Partial), num_samples=1), "wrong answers")
-    assert finding == Finding(
-        "wrong answers", "ok", "3 of 4 texts score 0; partly right: sample train-0, no answer 0.25"
-    )
+    assert finding == Finding("wrong answers", "ok", "none of 4 texts is a success; 3 score 0")
 
 
 class Graded(Shop):
@@ -277,9 +270,9 @@ class Images(Shop):
         return ["Here.", make_image(96, 64, seed=len(fruit))]
 
 
-def test_images_are_counted_and_measured() -> None:
+def test_images_are_measured() -> None:
     finding = found(check_env(spec_of(Images), num_samples=3), "image sizes")
-    assert finding.passed and finding.detail.endswith("images of 96x64, at most 6,144 pixels in an episode")
+    assert finding == Finding("image sizes", "ok", "images of 96x64 to 96x64")
 
 
 # Broken environments --------------------------------------------------------------------------------------------------
@@ -298,10 +291,9 @@ def test_a_fault_is_reported_with_its_last_line_and_its_place_in_the_environment
         .index('        return {"obs_str": self.sample.metadata["colour"]}, False, {}')
         + 1
     )
-    for isolation in ("thread", "process"):
-        detail = failed(Raises, isolation=isolation)
-        assert list(detail) == ["contract"]
-        assert f"step 1: KeyError: 'colour' (test_check.py:{line})" in detail["contract"]
+    detail = failed(Raises)
+    assert list(detail) == ["contract"]
+    assert f"step 1: KeyError: 'colour' (test_check.py:{line})" in detail["contract"]
 
 
 class Order(BaseModel):
@@ -330,7 +322,6 @@ class Unfinished(Shop, abc.ABC):
     def step(self, response_text: str) -> Step: ...
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
 @pytest.mark.parametrize(
     ("env", "detail"),
     [
@@ -338,8 +329,8 @@ class Unfinished(Shop, abc.ABC):
         (Unfinished, "3 samples, building: TypeError: Can't instantiate abstract class Unfinished"),
     ],
 )
-def test_a_fault_that_no_line_of_the_author_raised_shows_no_place(env: type, isolation: str, detail: str) -> None:
-    found = failed(env, isolation=isolation)
+def test_a_fault_that_no_line_of_the_author_raised_shows_no_place(env: type, detail: str) -> None:
+    found = failed(env)
     assert list(found) == ["contract"] and found["contract"].startswith(detail)
     assert ".py" not in found["contract"]
 
@@ -391,8 +382,8 @@ def test_an_installed_package_that_brings_environments_is_authors_code(monkeypat
 
 NOT_REACHED = "no episode got as far as this"
 OF_STEPS = {
-    "deterministic", "gold answer", "wrong answers", "reward source", "malformed calls", "timing", "rendering",
-    "control tokens", "image sizes",
+    "deterministic", "gold answer", "wrong answers", "reward source", "malformed calls", "rendering", "control tokens",
+    "image sizes",
 }  # fmt: skip
 
 
@@ -423,13 +414,12 @@ def unreached(findings: Sequence[Finding]) -> set[str]:
         (Unsolved, "3 samples, solution: KeyError: 'colour' (test_check.py:"),
     ],
 )
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_what_no_play_reached_does_not_apply_and_equal_faults_are_one(env: type, isolation: str, detail: str) -> None:
-    findings = check_env(spec_of(env, isolation=isolation), num_samples=3)
+def test_what_no_play_reached_does_not_apply_and_equal_faults_are_one(env: type, detail: str) -> None:
+    findings = check_env(spec_of(env), num_samples=3)
     contract = found(findings, "contract")
     assert contract.passed is False and contract.detail.startswith(detail) and ";" not in contract.detail
     assert unreached(findings) >= OF_STEPS
-    if env is NeverBuilt and isolation == "thread":
+    if env is NeverBuilt:
         assert unreached(findings) == OF_STEPS | {"tools", "closing"}
 
 
@@ -447,11 +437,6 @@ def test_a_first_observation_that_was_never_seen_is_not_missed_in_the_prompt() -
 class Garbage(Shop):
     def step(self, response_text: str) -> Any:
         return "You walk."
-
-
-class NoReward(Shop):
-    def reward(self, final_text: str) -> Any:
-        return None
 
 
 class NoEnvironment(Shop):
@@ -484,10 +469,8 @@ class ListsText(Shop):
     ("env", "detail"),
     [
         (Garbage, "step must return (dict, bool, dict), got 'You walk.'"),
-        (NoReward, "reward must be a finite number, got None"),
         (NoEnvironment, "building must return an environment with tools, reset, step"),
         (Unready, "3 samples: building must return an environment with tools, reset, step, format_observation, "),
-        (NeverBuilt, "3 samples, building: ValueError: no colour (test_check.py:"),
         (ListsText, "solution must return a list of texts"),
     ],
 )
@@ -510,17 +493,6 @@ def test_an_environment_that_hangs_is_given_up_after_its_first_time_limit() -> N
 
 
 _counter = itertools.count()
-
-
-class Repaints(Wanderer):
-    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {"image": make_image(64, 64, seed=next(_counter))}, {}
-
-    def step(self, response_text: str) -> Step:
-        return {}, True, {}
-
-    def format_observation(self, observation: dict[str, Any]) -> Any:
-        return {"role": "user", "content": [{"type": "image", "image": observation["image"]}]}
 
 
 class RepaintsLater(Shop):
@@ -557,7 +529,6 @@ def changing(split: str, size: int, seed: int) -> list[Sample]:
     ("env", "dataset", "detail"),
     [
         (Restless, "samples", "the answer of step 1 differs: '"),
-        (Repaints, "unlabelled", "the first observation differs: the texts are the same, the images differ"),
         (RepaintsLater, "samples", "the answer of step 1 differs: the texts are the same, the images differ"),
         (LateChange, "samples", "so so so 0' and '"),
         (Fickle, "samples", "a plain answer: the rewards are"),
@@ -673,7 +644,6 @@ class Quadratic(Shop):
     ("env", "isolation", "detail"),
     [
         (Naive, "thread", "broken JSON, step 1: json.decoder.JSONDecodeError"),
-        (Naive, "process", "broken JSON, step 1: json.decoder.JSONDecodeError"),
         (Deaf, "thread", "broken JSON: the call cannot be made, and the model is not told (ends the episode)"),
         pytest.param(Quadratic, "inline", "100 kB of prose: a step took 1", marks=pytest.mark.alone),
         pytest.param(Quadratic, "thread", "step took longer than 1 s", marks=pytest.mark.alone),
@@ -696,38 +666,19 @@ class FewPrices(ToolEnv):
         return Shop.solution(self)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-@pytest.mark.parametrize("worth", ["observe", "reward_min"])
-def test_a_tool_that_fails_is_named_with_its_line_and_what_this_is_worth_in_training(
-    isolation: str, worth: str
-) -> None:
-    found = failed(FewPrices, isolation=isolation, on_tool_fault=worth)
+def test_a_tool_that_fails_is_named_with_its_line_whatever_this_is_worth_in_training() -> None:
+    found = failed(FewPrices, on_tool_fault="reward_min")
     (line,) = (n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# fails"))
-    place = f"(test_check.py:{line}); in training: on_tool_fault: {worth}"
-    assert f"a call of price, step 1: KeyError: '...' {place}" in found["contract"]
-    assert found["malformed calls"].endswith(f"; in training: on_tool_fault: {worth}")
+    assert f"a call of price, step 1: KeyError: '...' (test_check.py:{line})" in found["contract"]
+    assert "malformed calls" in found
 
 
-@pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_an_entry_that_asks_to_observe_the_faults_of_a_step_without_tools_fails_the_contract(isolation: str) -> None:
+def test_an_entry_that_asks_to_observe_the_faults_of_a_step_without_tools_fails_the_contract() -> None:
     rule = "environment 'guess' on_tool_fault: needs a ToolEnv, because no other step can go on after a fault, got"
-    spec = get_spec("guess").model_copy(update={"on_tool_fault": "observe", "isolation": isolation})
+    spec = get_spec("guess").model_copy(update={"on_tool_fault": "observe"})
     assert found(check_env(spec, num_samples=1), "contract").detail.startswith(f"{rule} observe; write reward_min")
     for fine in (get_spec("guess"), spec.model_copy(update={"on_tool_fault": "reward_min"})):
         assert found(check_env(fine, num_samples=1), "contract").passed
-
-
-class SlowStart(Shop):
-    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        time.sleep(0.01)
-        return super().reset()
-
-
-@pytest.mark.alone
-def test_an_environment_called_in_place_that_takes_too_long_fails_the_timing_alone() -> None:
-    found = failed(SlowStart, isolation="inline", reset_timeout_s=0.005)
-    seen = re.match(r"reset ([\d.]+) ms, at most", found["timing"])
-    assert list(found) == ["timing"] and seen and float(seen[1]) >= 10
 
 
 class NoSuchProperty(Shop):
@@ -744,18 +695,11 @@ class Unwritable(Shop):
         return [{**super().tools[0], "example": {1, 2}}]
 
 
-class Doubled(Shop):
-    @property
-    def tools(self) -> Any:
-        return [super().tools[0]] * 2
-
-
 @pytest.mark.parametrize(
     ("env", "detail"),
     [
         (NoSuchProperty, "price: required names 'colour', which is no property"),
         (Unwritable, "cannot be written as JSON: Object of type set"),
-        (Doubled, "two tools are called price"),
     ],
 )
 def test_a_schema_that_no_template_can_show_fails_the_tools(env: type, detail: str) -> None:
@@ -788,9 +732,8 @@ class Searches(Labelled):
         return "3" if fruit == "fig" else None
 
 
-def test_a_tool_that_has_no_answer_to_made_up_arguments_passes_with_a_remark() -> None:
-    finding = found(check_env(spec_of(Searches), num_samples=1), "tools")
-    assert finding.passed and "price answered nothing in every call, each with made-up arguments" in finding.detail
+def test_a_tool_that_has_no_answer_to_made_up_arguments_passes() -> None:
+    assert found(check_env(spec_of(Searches), num_samples=1), "tools") == Finding("tools", "ok", "price")
 
 
 class Ends(Labelled):
@@ -861,16 +804,10 @@ def numbered(split: str, size: int, seed: int) -> list[Sample]:
     return [Sample(s.id, s.prompt, 3, s.metadata) for s in samples(split, size, seed)]  # type: ignore
 
 
-def damaged(split: str, size: int, seed: int) -> list[Sample]:
-    prompt = ({"role": "user", "content": [{"type": "image", "image": b"no image"}]},)
-    return [Sample(s.id, prompt, s.label, s.metadata) for s in samples(split, size, seed)]
-
-
 @pytest.mark.parametrize(
     ("dataset", "detail"),
     [
         ("placeholders", "a text contains <image>, which stays text"),
-        ("damaged", "image: must be an image of a known format"),
         ("bare", 'a prompt must hold {"role": str, "content": str or list of parts}'),
     ],
 )
@@ -884,18 +821,10 @@ class Odd(Shop):
         return {"role": "shop", "content": observation["obs_str"]}
 
 
-class HalfAnEmoji(Shop):
-    @tool
-    def price(self, fruit: str) -> Any:
-        """Return a price."""
-        return PRICES.get(fruit, "There is none. \ud83d")
-
-
 @pytest.mark.parametrize(
     ("env", "detail"),
     [
         (Odd, "chat_template.jinja refuses it: a message of role shop has no place here"),
-        (HalfAnEmoji, "contains half a surrogate pair, which no tokenizer accepts"),
     ],
 )
 def test_an_observation_that_cannot_be_rendered_fails_the_rendering_alone(env: type, detail: str) -> None:
@@ -953,7 +882,6 @@ class Ribbon(Huge):
 @pytest.mark.parametrize(
     ("env", "check", "detail"),
     [
-        (Huge, "contract", "image: must have at most 16000000 pixels, got 5000x4000"),
         (Tiny, "image sizes", "64x20: a side must have at least 28 pixels"),
         (Ribbon, "contract", "image: must have no side over 200 times as long as the other, got 5628x28"),
     ],
@@ -1029,14 +957,6 @@ def test_example_values_have_the_type_of_their_parameter(schema: dict[str, Any],
     assert example_value(schema) == value
 
 
-def test_a_template_in_the_configuration_of_a_tokenizer_is_found(tmp_path: Path) -> None:
-    config = {
-        "chat_template": [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ messages|length }}"}]
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert ChatTemplate.open(model=str(tmp_path)).render([{"role": "user", "content": "?"}]) == "1"
-
-
 def test_a_template_that_drops_a_message_is_found_out(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     findings = check_env(spec_of(Shop), num_samples=1, template=ChatTemplate.open(str(tmp_path / "t.jinja")))
@@ -1105,7 +1025,6 @@ def test_the_command_returns_1_where_a_check_failed(registry: str, capsys: pytes
         (["shop"], "environment 'shop': must have a built-in data set to run without one"),
         (["geo4k"], "did you mean 'geo3k'?"),
         (["calculator", "--chat-template", "none.jinja"], "--chat-template: must be a readable file, got none.jinja"),
-        (["calculator", "--model", "nowhere"], "--model: must have a chat template"),
         (["calculator", "--samples", "0"], "--samples"),
         ([], "ID: field required"),
     ],
@@ -1145,6 +1064,6 @@ def test_the_command_runs_as_a_module_and_loads_neither_torch_nor_transformers()
 
 @pytest.mark.parametrize("env_id", load_registry())
 def test_every_bundled_environment_passes(env_id: str) -> None:
-    findings = check_env(get_spec(env_id))
+    findings = check_env(get_spec(env_id), num_samples=3)
     assert [finding for finding in findings if finding.passed is False] == []
     assert {finding.check for finding in findings if finding.passed} >= {"contract", "deterministic", "malformed calls"}

@@ -146,9 +146,8 @@ def checked(env: type, max_seconds: float = 120, **keys: Any) -> dict[str, Findi
         (Patches, "random.random"),
     ],
 )
-@pytest.mark.parametrize("isolation", ["thread", "inline"])
-def test_what_outlives_an_episode_is_found_and_nothing_else(env: type, words: str, isolation: str) -> None:
-    findings = checked(env, isolation=isolation)
+def test_what_outlives_an_episode_is_found_and_nothing_else(env: type, words: str) -> None:
+    findings = checked(env)
     assert [name for name, found in findings.items() if found.passed is False] == ["leftovers"]
     assert words in findings["leftovers"].detail and "isolation: process" in findings["leftovers"].detail
     assert Path.cwd() == _HERE
@@ -207,7 +206,7 @@ def test_no_episode_begins_when_the_time_of_the_check_is_up() -> None:
     started = time.monotonic()
     findings = checked(Slow, max_seconds=1)
     assert 1 < time.monotonic() - started < 3
-    assert findings["timing"].detail.startswith("stopped after 1 s (--max-seconds); ")
+    assert findings["contract"].detail.startswith("stopped after 1 s (--max-seconds); ")
     assert findings["leftovers"].passed is None
 
 

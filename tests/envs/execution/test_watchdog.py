@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import pytest
 from envs.env import Env
 from envs.execution.runner import EnvRunner
 from envs.execution.watchdog import WATCHDOG
-from envs.execution.watchdog_process import BEAT, CALL, NUM_CALLS, SHORTEST_S, stack_of
+from envs.execution.watchdog_process import NUM_RECORDS, stack_of, under_way
 from envs.spec import EnvLimits
 from tests.paths import ROOT
 
@@ -40,19 +39,17 @@ class Quiet(Env):
         return 0.0
 
 
-def test_a_file_that_cannot_be_as_large_as_the_shared_memory_is_a_users_error() -> None:
-    command = f"ulimit -f 100; exec {shlex.quote(sys.executable)} -m envs.check calculator"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: TMPDIR: must be a folder where a file of 427 KiB can be written")
-
-
+#: In place of the 10 s below which no limit is.
+SHORTEST_S = 2.0
 #: Plays three environments at once; that of sample 1 does what `deed` says, the others are over at once.
 PROGRAM = """
     import asyncio, ctypes, re, sys, time
     from envs.env import Env
+    from envs.execution import watchdog
     from envs.execution.runner import EnvRunner
     from envs.spec import EnvLimits
+
+    watchdog.SHORTEST_S = {shortest_s}
 
     class Odd(Env):
         def __init__(self, number):
@@ -93,7 +90,7 @@ def run_program(
     deed: str, tmp_path: Path, inline: bool = False, wait: int = 0
 ) -> tuple[subprocess.CompletedProcess[str], float]:
     path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(PROGRAM).format(deed=deed, inline=inline, wait=wait))
+    path.write_text(textwrap.dedent(PROGRAM).format(deed=deed, inline=inline, wait=wait, shortest_s=SHORTEST_S))
     started = time.monotonic()
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -114,14 +111,14 @@ def test_a_call_that_keeps_the_interpreter_ends_the_program_and_is_named_with_it
     done, seconds = run_program(deed, tmp_path)
     assert done.returncode == -signal.SIGKILL and "over" not in done.stdout
     assert done.stderr.startswith("error: step of Odd, sample 1: must let other code run within its limit of 2 s")
-    assert "isolation: process" in done.stderr and f'{tmp_path}/program.py", line 16 in step' in done.stderr
-    assert SHORTEST_S < seconds < 2 * SHORTEST_S
+    assert "isolation: process" in done.stderr and f'{tmp_path}/program.py", line 19 in step' in done.stderr
+    assert SHORTEST_S < seconds < SHORTEST_S + 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("deed", "wait"),
-    [("return {}, True, {'a': Says()}", 0), ("raise Raises", 0), ("time.sleep(3); repr(Says())", 20)],
+    [("return {}, True, {'a': Says()}", 0), ("raise Raises", 0), ("time.sleep(3); repr(Says())", 15)],
     ids=["the text of an info", "the text of an error", "a call that nobody waits for"],
 )
 def test_whatever_runs_code_of_an_environment_is_named(deed: str, wait: int, tmp_path: Path) -> None:
@@ -137,7 +134,7 @@ def test_an_inline_call_that_does_not_return_ends_the_program_and_is_named(deed:
     done, _ = run_program(deed, tmp_path, inline=True)
     assert done.returncode == -signal.SIGKILL and "over" not in done.stdout
     assert done.stderr.startswith("error: step of Odd, sample 1: must return within its limit of 2 s")
-    assert "isolation: thread" in done.stderr and f'{tmp_path}/program.py", line 16 in step' in done.stderr
+    assert "isolation: thread" in done.stderr and f'{tmp_path}/program.py", line 19 in step' in done.stderr
 
 
 @pytest.mark.slow
@@ -146,16 +143,15 @@ def test_a_program_that_was_stopped_and_continued_goes_on(tmp_path: Path) -> Non
     deed = f"subprocess.Popen(['sh', '-c', {wakes}], start_new_session=True); os.kill(os.getpid(), signal.SIGSTOP)"
     done, _ = run_program(f"import os, signal, subprocess; {deed}", tmp_path)
     assert done.returncode == 0 and done.stdout.endswith("over\n")
-    assert done.stderr.startswith("note: the program is stopped; `kill -CONT ")
+    assert done.stderr == ""
 
 
 @pytest.mark.slow
-def test_code_of_others_that_keeps_the_interpreter_for_a_while_is_said_and_goes_on(tmp_path: Path) -> None:
+def test_code_of_others_that_keeps_the_interpreter_for_a_while_goes_on(tmp_path: Path) -> None:
     # Counts in C on a thread of its own, while the call of sample 1 only waits.
-    holds = "import threading; threading.Thread(target=lambda: sum(range(int(1.3e9)))).start(); time.sleep(0.5)"
-    done, seconds = run_program(holds, tmp_path)
-    assert done.returncode == 0 and done.stdout.endswith("over\n")
-    assert seconds < SHORTEST_S or done.stderr.startswith("note: code outside of environments has kept the interpreter")
+    holds = "import threading; threading.Thread(target=lambda: sum(range(int(4e8)))).start(); time.sleep(0.5)"
+    done, _ = run_program(holds, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("over\n")
 
 
 @pytest.mark.parametrize("place", ["reader gone", "reader paused"])
@@ -170,8 +166,8 @@ def test_the_program_ends_also_where_nobody_reads_the_message(place: str, tmp_pa
             while True:
                 os.write(writes, bytes(1 << 16))
         os.set_blocking(writes, True)
-    ends = "end(int(sys.argv[1]), Call(1, 0, 0, True, b'x'), 10, '', '', [])"
-    program = f"import sys; from envs.execution.watchdog_process import Call, end; {ends}"
+    ends = "end(int(sys.argv[1]), memoryview(bytes(SIZE)), Call(1, 1, 0, 0, True, b'x'), '', '', '')"
+    program = f"import sys; from envs.execution.watchdog_process import SIZE, Call, end; {ends}"
     subprocess.run([sys.executable, "-c", program, str(watched.pid)], stderr=writes, timeout=60, cwd=ROOT, check=False)
     assert watched.wait(10) == -signal.SIGKILL
 
@@ -211,7 +207,7 @@ def test_a_call_that_ends_the_program_is_named_with_what_to_do(deed: str, cause:
     assert done.stderr.startswith("error: the program has ended during step of Odd, sample 1 (")
     assert cause in done.stderr and r"; resume with: trueturn \x1b[2J" in done.stderr
     if "(by" not in done.stderr:
-        assert f'{tmp_path}/program.py", line 16 in step' in done.stderr
+        assert f'{tmp_path}/program.py", line 19 in step' in done.stderr
 
 
 def test_a_program_that_ends_by_itself_beside_a_call_that_hangs_says_nothing_of_it(tmp_path: Path) -> None:
@@ -223,14 +219,15 @@ def test_a_program_that_ends_by_itself_beside_a_call_that_hangs_says_nothing_of_
 def test_code_that_the_whole_program_waits_for_ends_it_at_its_limit_and_is_named(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(
-        "import time\nfrom envs.execution.watchdog import watched\nwith watched('sample 7', 1):\n    time.sleep(1000)\n"
+        "import time\nfrom envs.execution import watchdog\nwatchdog.SHORTEST_S = 2\n"
+        "with watchdog.watched('sample 7', 1):\n    time.sleep(1000)\n"
     )
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert done.stderr.startswith("error: sample 7: must return within its limit of 1 s")
-    assert "isolation" not in done.stderr and f'{path}", line 4' in done.stderr
+    assert "isolation" not in done.stderr and f'{path}", line 5' in done.stderr
 
 
 def test_no_call_is_watched_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +247,7 @@ def test_no_call_is_watched_once_it_is_over(monkeypatch: pytest.MonkeyPatch) -> 
         memory = WATCHDOG._memory
         assert memory is not None
         # Calls that other tests have left hanging are watched too.
-        calls = [CALL.unpack_from(memory, BEAT.size + slot * CALL.size) for slot in range(NUM_CALLS)]
-        return sum(call[0] > 0 and b"Slow" in call[-1] for call in calls)
+        return sum("Slow" in call.text for call in under_way(memory))
 
     async def main() -> list[int]:
         playing = [asyncio.create_task(play(text)) for text in ("fine", "raise", "hang")]
@@ -276,7 +272,7 @@ def test_more_calls_than_are_watched_are_played_all_the_same() -> None:
         return (await runner.step("")).done
 
     async def main() -> list[bool]:
-        return await asyncio.gather(*(play() for _ in range(2 * NUM_CALLS)))
+        return await asyncio.gather(*(play() for _ in range(2 * NUM_RECORDS)))
 
     assert all(asyncio.run(main()))
 
@@ -285,7 +281,7 @@ def test_the_watching_process_ends_with_the_program_however_that_ends(tmp_path: 
     path = tmp_path / "program.py"
     path.write_text(
         "import os\nfrom envs.execution.watchdog import WATCHDOG\n"
-        "WATCHDOG.call('x', 1)\nprint(WATCHDOG._process.pid, flush=True)\nos.kill(os.getpid(), 9)\n"
+        "WATCHDOG.watch('x', 1).__enter__()\nprint(WATCHDOG._process.pid, flush=True)\nos.kill(os.getpid(), 9)\n"
     )
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False, env=variables)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from envs.checking.answers import answer_scripts
-from envs.checking.episodes import PlayedEpisode, PlayOptions, Script, checked_prompt, play_episode
+from envs.checking.episodes import PlayedEpisode, Script, checked_prompt, play_episode
 from envs.checks import Verdict, fault, ok, skipped, warning
 from envs.spec import EnvLimits
 from envs.success import Success
@@ -49,24 +49,27 @@ async def grade_answers(context: LiveContext, success: Success, count: int, with
 async def _grade(
     context: LiveContext, sample: Sample, labels: Sequence[str], success: Success, with_wrong: bool
 ) -> AnswerRewards:
-    args = context.env_args(context.spec.max_turns)
-    limits = EnvLimits.of(context.spec)
+    part = context.spec.part(sample.metadata)
+    rule = success.of(sample.metadata)
+    if rule is None:  # one environment of a mixture may know no success
+        return AnswerRewards(sample.id, sample.label, None)
+    args = context.env_args(part.max_turns)
+    limits = EnvLimits.of(part)
 
-    async def played(script: Script, options: PlayOptions | None = None) -> PlayedEpisode:
+    async def played(script: Script) -> PlayedEpisode:
         prompt = checked_prompt(sample)
-        return await play_episode(
-            lambda: context.build_env(sample, args), sample, prompt, script, limits, args.max_turns, options
-        )
+        build = lambda: context.build_env(sample, args)  # noqa: E731
+        return await play_episode(build, sample, prompt, script, limits, args.max_turns)
 
     # An environment may know its own solution only after `reset`.
-    survey = await played(Script("survey", "no turn at all"), PlayOptions(read_solution=True))
+    survey = await played(Script("survey", "no turn at all"))
     if survey.fault:
         return AnswerRewards(sample.id, sample.label, None, error=survey.fault.summary)
     scripts = answer_scripts(survey, labels, args)
     right: list[PlayedEpisode] = []
     for script in scripts:
         # A grader may read one way of writing the answer only, so one success is enough.
-        if script.kind == "gold" and not any(episode.is_success(success) for episode in right):
+        if script.kind == "gold" and not any(episode.is_success(rule) for episode in right):
             right.append(await played(script))
     wrong = [await played(script) for script in scripts if with_wrong and script.name in WRONG]
     rewarded = [episode.reward for episode in right if episode.reward is not None]
@@ -75,8 +78,8 @@ async def _grade(
         sample.id,
         sample.label,
         gold=max(rewarded, default=None),
-        is_solved=any(episode.is_success(success) for episode in right),
-        is_fooled=any(episode.is_success(success) for episode in wrong) if wrong else None,
+        is_solved=any(episode.is_success(rule) for episode in right),
+        is_fooled=any(episode.is_success(rule) for episode in wrong) if wrong else None,
         error=next(iter(faults), ""),
     )
 
