@@ -9,7 +9,7 @@ Legend: N model tokens of a micro-batch or sample.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -267,10 +267,10 @@ class FSDPLearner(StepLearner[MicroBatch]):
                     kept[name] = weight.to(device or weight.device, dtype or weight.dtype)
             return kept
 
-    def stream(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights in `dtype`, adapters merged, by their names in a checkpoint, one at a time.
 
-        Every rank must take all, or all of `names` if these are given: each is gathered from the shards of all ranks.
+        Every rank must take all: each is gathered from the shards of all ranks.
         """
         with self.lock:
             reshard(self.model)
@@ -279,11 +279,7 @@ class FSDPLearner(StepLearner[MicroBatch]):
                 # Cast before they are gathered, shards are half as large; an adapter is merged in float32.
                 return _whole(weight if self.config.lora_rank else weight.detach().to(self.dtype))
 
-            if names is None:
-                only = None
-            else:
-                only = {f"backbone.{name}" for name in names}
-            for name, weight in merged_weights(self.model, whole, only):
+            for name, weight in merged_weights(self.model, whole):
                 yield name.removeprefix("backbone."), weight.to(self.device, self.dtype)
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:

@@ -13,7 +13,7 @@ import base64
 import hashlib
 import math
 import pickle
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,9 +86,9 @@ def initial_adapter(name: str, shape: Sequence[int], seed: int) -> Tensor:
 
 
 def merged_weights(
-    model: nn.Module, whole: Callable[[Tensor], Tensor] = torch.Tensor.detach, only: Container[str] | None = None
+    model: nn.Module, whole: Callable[[Tensor], Tensor] = torch.Tensor.detach
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter with its adapter merged in, under the name that it has without adapters, or `only` some.
+    """Yield every parameter with its adapter merged in, under the name that it has without adapters.
 
     `whole` makes a full tensor of a parameter, for instance from its shards. It is called for one layer at a time, in
     the same order on all ranks. A weight with an adapter is W + (alpha / rank) B A, computed and returned in float32;
@@ -96,7 +96,7 @@ def merged_weights(
     """
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        if is_adapter(name) or (only is not None and plain_name(name) not in only):
+        if is_adapter(name):
             continue
         weight = whole(parameter)
         if name.endswith(f"{_BASE}weight"):

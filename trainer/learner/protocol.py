@@ -5,7 +5,7 @@ A rank is an `FSDPLearner` or a `MegatronLearner`, behind the interface of a `Ra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -142,8 +142,8 @@ class WeightSource(Protocol):
         """The dtype of the weights."""
         ...
 
-    def stream(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full weights, or those of `names`, by their names in a checkpoint; every rank must take all."""
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full weights by their names in a checkpoint; every rank must take all."""
         ...
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:

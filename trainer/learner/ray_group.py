@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from agents.types import ProcessedImage, SamplingParams
 from envs.errors import UserError, first_line
 from envs.workers.ray_worker import begin_ray
 from trainer.config.learner import ClusterConfig, LearnerPlan
-from trainer.learner.checksums import TensorSlice
 from trainer.learner.cuda_ipc import WeightHandles
 from trainer.learner.layout import Layout
 from trainer.learner.protocol import CheckpointFailed, LearnerLost
@@ -309,10 +308,6 @@ class LearnerGroup:
     def send_weights(self) -> Sent:
         """Let all ranks gather the weights, and rank 0 send them."""
         return self._call("sender.send_weights")[0]
-
-    def checksums(self, cuts: Sequence[TensorSlice]) -> Mapping[TensorSlice, str]:
-        """Return the checksum of each cut of the weights; none of cuts that cannot be made."""
-        return self._call("sender.checksums", (tuple(cuts),))[0]
 
     def close_group(self) -> None:
         """Let rank 0 leave the group, if there is one."""

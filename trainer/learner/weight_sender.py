@@ -1,10 +1,10 @@
-"""Sends a learner's weights to servers over a process group, gathered from the shards bucket by bucket; sums them."""
+"""Sends a learner's weights to servers over a process group, gathered from the shards bucket by bucket."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from agents.engines.weight_servers import GroupAddress, WeightMessage
 from trainer.learner.buckets import Bucket, buckets
-from trainer.learner.checksums import TensorSlice, checksums
 from trainer.learner.protocol import WeightSource
 from trainer.learner.weight_group import GroupBroken, WeightGroup, own_address
 
@@ -66,10 +65,6 @@ class WeightSender(Protocol):
 
     def close_group(self) -> None:
         """Leave the group, if there is one."""
-        ...
-
-    def checksums(self, cuts: Sequence[TensorSlice]) -> Mapping[TensorSlice, str]:
-        """Return the checksum of each cut of the weights as they are now; none of cuts that cannot be made."""
         ...
 
 
@@ -131,15 +126,6 @@ class RankSender:
                     fault = str(error)
             send_s += time.perf_counter() - started
         return Sent(num_bytes, time.perf_counter() - began - send_s, send_s, fault)
-
-    def checksums(self, cuts: Sequence[TensorSlice]) -> Mapping[TensorSlice, str]:
-        """Gather the weights that are in the cuts; return their checksums on rank 0."""
-        weights = self.learner.stream({name for cut in cuts for name in cut.names})
-        if not dist.get_rank():
-            return checksums(weights, cuts)
-        for _ in weights:
-            pass
-        return {}
 
     def close_group(self) -> None:
         """Leave the group."""

@@ -67,8 +67,6 @@ class GroupTransport(ServersTransport):
             UserError: a server cannot be started or found, or no group can be formed although it is required.
         """
         await self.engine.start()
-        if self.engine.are_started_here:
-            await self._check_loaded()
         await self.push(0)
 
     async def _push(self, version: int) -> Transfer:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -31,7 +30,6 @@ from agents.types import ProcessedImage
 from envs.errors import UserError
 from trainer.learner.cuda_ipc import WeightHandles
 from trainer.learner.protocol import Learner
-from trainer.weight_sync.weight_checks import WeightChecks
 
 E = TypeVar("E", bound=Engine)
 T = TypeVar("T", bound=TrainableEngine)
@@ -154,8 +152,6 @@ class ServersTransport(DiskTransport[ServersEngine]):
     def __init__(self, learner: Learner, engine: ServersEngine, folder: Path) -> None:
         super().__init__(learner, engine, folder)
         engine.current_weights = self.save
-        #: Compares what servers hold after every push with the learner's weights.
-        self.checks: WeightChecks | None = None
 
     @property
     def events(self) -> Sequence[str]:
@@ -172,26 +168,6 @@ class ServersTransport(DiskTransport[ServersEngine]):
         await super().start()
         if not self.engine.are_started_here:
             await self.push(0)
-        else:
-            await self._check_loaded()
-
-    async def _check_loaded(self) -> None:
-        """Find out how servers hold what they loaded themselves; a learner that was resumed holds other weights."""
-        if self.checks and not self.learner.steps_done:
-            await self.checks.check()
-
-    async def push(self, version: int) -> Transfer:
-        """Let the servers load the learner's weights, and compare what they hold.
-
-        Raises:
-            WeightsDiffer: a server holds other weights.
-        """
-        transfer = await super().push(version)
-        if self.checks is None:
-            return transfer
-        began = time.perf_counter()
-        await self.checks.check()
-        return replace(transfer, parts={**transfer.parts, "check_s": time.perf_counter() - began})
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
         """Return the log-probs of every server."""

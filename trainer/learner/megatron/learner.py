@@ -11,7 +11,7 @@ Legend: N model tokens of a micro-batch or sample, T tokens of a stream.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -239,15 +239,14 @@ class MegatronLearner(StepLearner[ThdBatch]):
             weight=0.0,
         )
 
-    def stream(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights in `dtype`, adapters merged, by their names in a checkpoint, one at a time.
 
         Every rank must take all: each weight is gathered from the ranks that hold its parts.
         """
         with self.lock:
             for name, weight in self.network.export():
-                if names is None or name in names:
-                    yield name, weight.detach().to(self.device, self.dtype)
+                yield name, weight.detach().to(self.device, self.dtype)
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of what `stream` yields, in its order; every rank must call it."""
