@@ -48,7 +48,7 @@ from envs.execution.load import load_env
 from envs.problems import with_system_prompt
 from envs.registry import get_spec
 from envs.spec import EnvLimits
-from tests.trainer.checkpoint.learner_drill import kill_listener
+from tests.processes import kill_listener
 from trainer.algorithms.advantages import compute_advantages
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import LearnerConfig, OptimConfig

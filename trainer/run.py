@@ -45,8 +45,6 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 0
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
-        if error.is_interrupted:
-            return 130
         return 1
 
 
@@ -178,7 +176,7 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     for note in (*notes, f"{last}; run folder {path_text(context.folder)}"):
         console.print(note, soft_wrap=True)
     with Display(console) as display:
-        session, summary = run_to_end(restarting(context, rollouts, display), "trainer.run", context.folder)
+        session, summary = run_to_end(run_loop(context, rollouts, display), "trainer.run", context.folder)
     print_training_summary(console, session.before, session.after, session.ends, context.spec.success_rule)
     if best := session.best:
         where = f"after step {best.step}, in {path_text(context.folder / BEST)}"
@@ -206,23 +204,12 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     return FinishedRun(context.folder, session.is_interrupted)
 
 
-async def restarting(
-    context: RunContext, rollouts: Rollouts, display: Display
-) -> tuple[TrainingSession, dict[str, Any]]:
-    """Run the loop to its end, over losses of the learner; engine and servers last from one start to the next."""
-    from trainer.checkpoint.restarts import run_restarting
-    from trainer.learner.protocol import LearnerLost
+async def run_loop(context: RunContext, rollouts: Rollouts, display: Display) -> tuple[TrainingSession, dict[str, Any]]:
+    """Run the training loop to its end, then end the engine and its servers."""
     from trainer.loop import run_training
 
-    async def training(now: RunContext) -> tuple[TrainingSession, dict[str, Any]]:
-        try:
-            return await run_training(now, rollouts, display)
-        except LearnerLost:
-            await now.weight_sync.begin_training()  # the new ranks load their weights where servers had memory
-            raise
-
     try:
-        return await run_restarting(context, training, context.config.checkpoint.max_restarts)
+        return await run_training(context, rollouts, display)
     finally:
         await rollouts.close()
 

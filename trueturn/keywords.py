@@ -179,7 +179,6 @@ class TrainKeywords(RunKeywords, total=False):
     save_every: int
     keep_checkpoints: int
     resume: Place | None
-    max_restarts: int
     tracker: (
         Literal["tensorboard", "wandb", "trackio"] | Code | Sequence[Literal["tensorboard", "wandb", "trackio"] | Code]
     )

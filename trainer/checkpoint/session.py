@@ -25,7 +25,6 @@ from envs.execution.watchdog import WATCHDOG
 from trainer.callbacks import Callbacks, RunStart
 from trainer.checkpoint.cancel import cancel_on_request
 from trainer.checkpoint.checkpointer import Checkpoints, found_steps
-from trainer.checkpoint.restarts import RunLost
 from trainer.checkpoint.run_dir import CHECKPOINTS
 from trainer.config.run import CheckpointConfig, RunDirConfig
 from trainer.learner.protocol import Learner, LearnerLost
@@ -117,13 +116,11 @@ class RunSession(ABC, Generic[S]):
         """Await `body`; on Ctrl-C or SIGTERM keep everything so far. Returns the summary, which is also on disk.
 
         Raises:
-            RunLost: the learner was lost, in `body` or with the last files; all else is on disk.
+            LearnerLost: in `body` or with the last files; all else is on disk.
         """
         cancel_on_request()
         try:
             summary = await self._run(body)
-        except LearnerLost as error:
-            raise RunLost(str(error), self.step, error.fault, self.is_interrupted) from error
         finally:
             await self.close()
         self.callbacks.on_end(summary)
@@ -248,14 +245,7 @@ def check_finite(summary: Mapping[str, Any], cause: str = NOT_FINITE) -> None:
 
 
 class RunFailed(RuntimeError):
-    """Learner, servers, disk, weights or token streams failed a run; the message says how, and how to resume it.
-
-    `is_interrupted` if the user had asked it to end.
-    """
-
-    def __init__(self, message: str, is_interrupted: bool = False) -> None:
-        super().__init__(message)
-        self.is_interrupted = is_interrupted
+    """Learner, servers, disk, weights or token streams failed a run; the message says how, and how to resume it."""
 
 
 def resume_hint(module: str, folder: Path) -> str:
@@ -277,5 +267,4 @@ def run_to_end(training: Coroutine[Any, Any, T], module: str, folder: Path) -> T
     except (RunFault, EngineDown, OSError) as error:
         if isinstance(error, OSError) and error.errno not in _DISK_FAULTS:
             raise
-        is_interrupted = isinstance(error, RunLost) and error.is_interrupted
-        raise RunFailed(f"{error}; {resume_hint(module, folder)}", is_interrupted) from error
+        raise RunFailed(f"{error}; {resume_hint(module, folder)}") from error

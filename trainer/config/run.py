@@ -87,13 +87,6 @@ class CheckpointConfig(Section):
     resume: Path | None = Field(
         default=None, description="run folder to resume from its newest complete checkpoint, with its settings"
     )
-    max_restarts: int = Field(
-        json_schema_extra=NO_FLAG,
-        default=3,
-        ge=0,
-        description="how often in a row to start lost learner processes again, from the newest complete checkpoint, "
-        "before the run gets further than it was; 0: end the run at the first loss",
-    )
 
 
 class RunDirConfig(Section):

@@ -21,14 +21,7 @@ from trainer.types import RunFault, StepStats, TrainingSample
 
 
 class LearnerLost(RunFault):
-    """A learner process died, failed or gave no answer; all weights trained since the last checkpoint are lost.
-
-    `fault` is what the process raised, the same text each time that it raises it; empty if it died or hung.
-    """
-
-    def __init__(self, message: str, fault: str = "") -> None:
-        super().__init__(message)
-        self.fault = fault
+    """A learner process died, failed or gave no answer; all weights trained since the last checkpoint are lost."""
 
 
 class CheckpointFailed(RuntimeError):
@@ -110,14 +103,6 @@ class Learner(Protocol):
 
         Raises:
             UserError: the folder holds another network.
-        """
-        ...
-
-    def restart(self) -> None:
-        """Start the processes of a lost learner again, with the weights of the model that it began with.
-
-        Raises:
-            LearnerLost: they cannot start; the message says what is missing.
         """
         ...
 

@@ -88,8 +88,6 @@ class LearnerGroup:
         """
         cluster, self._on_gpu = config.cluster, config.cluster.num_gpus > 0
         self._layout = Layout.of(cluster)
-        self._begun_with = (config, model_path, sampling)
-        self._given_room = reserved
         self.device = torch.device("cuda" if self._on_gpu else "cpu")
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.lock = threading.RLock()
@@ -97,54 +95,22 @@ class LearnerGroup:
         self.workers: list[Any] = []
         self.places: list[Place] = []
         self._lost: LearnerLost | None = None
+        self._limit_s = cluster.learner_timeout_s + SLACK_S
         self._ray_answered = time.monotonic()
         self._written: list[bool] = []
         self._fault = ""
         self._is_joined = False
-        self._is_reshard_open = False
-        self._ran_out = False
+        # Memory tells on a GPU only. With one rank there is nothing to gather.
+        is_open = self._on_gpu and cluster.num_ranks > 1 and config.learner.reshard == "auto"
+        self._is_reshard_open = is_open and cluster.backend == "fsdp"
         self._reserved: PlacementGroup | None = None
         self._owns_ray = start_ray(cluster)
         try:
-            self._begin()
+            self._place(cluster, self._on_gpu, reserved)
+            self._join(config, model_path, sampling)
         except BaseException:
             self.close()
             raise
-        #: Whether servers of this host may open the weights of rank 0.
-        self._lends = self._on_gpu and self.is_here
-
-    def _begin(self) -> None:
-        config, model_path, sampling = self._begun_with
-        # Memory tells on a GPU only. With one rank there is nothing to gather.
-        is_open = self._on_gpu and config.cluster.num_ranks > 1 and config.learner.reshard == "auto"
-        self._is_reshard_open = is_open and config.cluster.backend == "fsdp" and not self._ran_out
-        self._place(config.cluster, self._on_gpu, self._given_room)
-        self._join(config, model_path, sampling)
-
-    def restart(self) -> None:
-        """End all ranks and start them again, where there is room now, with the weights of the model.
-
-        After one ran out of memory, `--reshard auto` takes no more of it.
-        """
-        with self.lock:
-            if self._lost and OUT_OF_MEMORY in self._lost.fault:
-                self._ran_out = True
-            self._end_ranks()
-            self.workers = []
-            self.places = []
-            self.steps_done = 0
-            self._is_joined = False
-            self._lost = None
-            try:
-                self._begin()
-            except (UserError, LearnerLost, RayError) as error:
-                self._lost = LearnerLost(f"the learner could not be started again: {error}")
-            else:
-                if self._lends and not self.is_here:
-                    self._lost = LearnerLost("no GPU of this host is free any more for learner rank 0")
-            if self._lost is not None:
-                self._end_ranks()
-                raise self._lost
 
     def _place(self, cluster: ClusterConfig, on_gpu: bool, reserved: PlacementGroup | None) -> None:
         """Start a process per rank. Ranks on this host come first: rank 0 hands weights over and writes files."""
@@ -283,11 +249,6 @@ class LearnerGroup:
             if self._lost is None:
                 self._call("take_back")
 
-    @property
-    def process(self) -> int:
-        """The id of the process of rank 0, which sends weights."""
-        return self.places[0].pid
-
     def messages(self) -> Sequence[WeightMessage]:
         """Return what `send_weights` sends, in order."""
         return self._call("sender.messages")[0]
@@ -333,7 +294,7 @@ class LearnerGroup:
             refs = [w.call.remote(method, *own) for w, own in zip(self.workers, given, strict=True)]
             results: dict[int, Any] = {}
             waiting = list(refs)
-            limit_s = self._begun_with[0].cluster.learner_timeout_s + SLACK_S
+            limit_s = self._limit_s
             last_pulses: list[int] = []
             last_progress = time.monotonic()
             while waiting:
@@ -361,7 +322,7 @@ class LearnerGroup:
 
         Ray does the same where its process on this host has died, rather than hangs.
         """
-        limit_s = self._begun_with[0].cluster.learner_timeout_s + 2 * SLACK_S
+        limit_s = self._limit_s + SLACK_S
         is_over = threading.Event()
         self._ray_answered = time.monotonic()
 
@@ -420,13 +381,12 @@ class LearnerGroup:
         else:
             where = ""
         name = f"learner rank {rank} of {len(self.workers)}{where}"
-        fault = ""
         if isinstance(error, RayActorError) and self.places:
             what = "died: it was killed, ran out of memory, or waited too long for another (learner_timeout_s)"
         elif isinstance(error, GetTimeoutError):
             what = f"hangs in {method}: {error} (learner_timeout_s)"
         else:
-            fault = what = f"failed in {method}: {end_of_traceback(str(error))}"
+            what = f"failed in {method}: {end_of_traceback(str(error))}"
         if not self._is_joined:
             if self.device.type == "cuda":
                 flag = "--num-gpus"
@@ -435,7 +395,7 @@ class LearnerGroup:
             return UserError(flag, "must start every learner process", name, what)
         if silent:
             what += f"; no answer from rank {', '.join(map(str, silent))}"
-        self._lost = LearnerLost(f"{name} {what}", fault)
+        self._lost = LearnerLost(f"{name} {what}")
         return self._lost
 
     def _end_ranks(self) -> None:

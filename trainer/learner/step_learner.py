@@ -288,9 +288,6 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def restart(self) -> None:
-        """Do nothing: it can be lost only with this process."""
-
     def close(self) -> None:
         """Do nothing: it ends with this process."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,11 +41,6 @@ class WeightSender(Protocol):
         sender.close_group()
     """
 
-    @property
-    def process(self) -> int:
-        """The id of the process that sends: another one once the learner was started again."""
-        ...
-
     def messages(self) -> Sequence[WeightMessage]:
         """Return what `send_weights` sends, in order."""
         ...
@@ -75,7 +69,6 @@ class RankSender:
         self.learner = learner
         self._bucket_values = bucket_values
         self._group: WeightGroup | None = None
-        self.process = os.getpid()
 
     def messages(self) -> Sequence[WeightMessage]:
         """Return what is sent, in order."""

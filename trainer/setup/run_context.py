@@ -9,13 +9,14 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 
+from agents.cli.text import path_text
 from agents.model.architectures import ModelFacts
 from agents.recording import Recorder
 from agents.recording.run_files import CONFIG
@@ -24,9 +25,8 @@ from agents.types import SamplingParams
 from envs.errors import UserError
 from envs.safe_text import write_text
 from envs.spec import EnvSpec
-from trainer.checkpoint.checkpointer import Checkpoint
-from trainer.checkpoint.restarts import found_checkpoint
-from trainer.checkpoint.run_dir import found_folder, locked, make_folder
+from trainer.checkpoint.checkpointer import Checkpoint, newest_whole
+from trainer.checkpoint.run_dir import CHECKPOINTS, found_folder, locked, make_folder
 from trainer.checkpoint.settings_parts import found_parts, part_file
 from trainer.config.learner import LearnerPlan
 from trainer.config.run import RunConfig
@@ -62,10 +62,6 @@ class RunContext:
     checkpoint: Checkpoint | None
     cleanup: ExitStack
     start: Start = field(default_factory=Start, kw_only=True)
-
-    def at(self, checkpoint: Checkpoint | None) -> Self:
-        """Return the context of the run from a checkpoint on, or from its beginning."""
-        return replace(self, checkpoint=checkpoint)
 
     def recorder(self) -> Recorder | None:
         """Return a recorder of the run's episodes; None where they are not recorded."""
@@ -187,6 +183,17 @@ def open_run(
     cleanup.push(remove)
     cleanup.enter_context(locked(folder))
     return OpenedRun(folder, None)
+
+
+def found_checkpoint(folder: Path) -> Checkpoint | None:
+    """Return the newest whole checkpoint of a run folder, None where there is none."""
+    checkpoint = newest_whole(folder / CHECKPOINTS)
+    if checkpoint:
+        start = f"resumes after step {checkpoint.step}"
+    else:
+        start = "starts over: it has no whole checkpoint"
+    logger.info(f"the run in {path_text(folder)} {start}")
+    return checkpoint
 
 
 def remove_run(folder: Path, made: Sequence[Path] = ()) -> None:

@@ -63,10 +63,6 @@ class SftContext:
     checkpoint: Checkpoint | None
     cleanup: ExitStack
 
-    def at(self, checkpoint: Checkpoint | None) -> SftContext:
-        """Return the context of the run from a checkpoint on, or from its beginning."""
-        return replace(self, checkpoint=checkpoint)
-
 
 def load_data(config: SftConfig) -> SftData:
     """Read tokenizer, template and conversations, and check them all.

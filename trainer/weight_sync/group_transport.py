@@ -57,7 +57,7 @@ class GroupTransport(ServersTransport):
         self._messages: Sequence[WeightMessage] = ()
         self._group: _Joined | None = None
         self._num_failed = 0
-        self._has_sent = self._is_over_disk = False
+        self._is_over_disk = False
         engine.before_close = self._leave
 
     async def start(self) -> None:
@@ -75,7 +75,7 @@ class GroupTransport(ServersTransport):
         try:
             group = await self._joined()
         except GroupBroken as error:
-            self._use_disk(str(error))
+            self._use_disk(str(error), version)
             return await super()._push(version)
         if group is None:
             return await super()._push(version)
@@ -86,15 +86,13 @@ class GroupTransport(ServersTransport):
             self.engine.servers.events.append(f"weights {version} go over disk to servers that were lost: {fault}")
         else:
             self._num_failed = 0
-        is_first = version == 0 and not self._has_sent  # a run that has lost its learner may begin with 0 again
-        if fault and (is_first or self._num_failed == MAX_FAILED):
-            self._use_disk(fault)
-        self._has_sent = self._has_sent or not fault
+        if fault and (version == 0 or self._num_failed == MAX_FAILED):
+            self._use_disk(fault, version)
         return Transfer(sent.num_bytes, {"gather_s": sent.gather_s, "send_s": sent.send_s})
 
-    def _use_disk(self, fault: str) -> None:
-        """Send all later weights over disk. Raises `UserError` if a group is required and there has been none."""
-        if self._is_required and not self._has_sent and not self.engine.weight_version:
+    def _use_disk(self, fault: str, version: int) -> None:
+        """Send all later weights over disk. Raises `UserError` at the start if a group is required."""
+        if self._is_required and version == 0:
             rule = "needs servers that can form a process group with the learner, each on GPUs of its own"
             raise UserError("--sync nccl", rule, fault, "give --sync auto, or see the servers' logs")
         self._is_over_disk = True
@@ -130,9 +128,9 @@ class GroupTransport(ServersTransport):
                 self._group = _Joined(address, members)
 
     def _members(self, servers: Sequence[WeightServer]) -> object:
-        """Return what changes when the learner is restarted, or a server, by us or, if it is not ours, by others."""
+        """Return what changes when a server is restarted, by us or, if it is not ours, by others."""
         numbers = [(server.url, server.num_restarts) for server in servers]
-        return self._sender.process, numbers, self.engine.num_loaded
+        return numbers, self.engine.num_loaded
 
     async def _drop_dead(self) -> None:
         """Report the servers that have died since the last push: the others would wait for them."""

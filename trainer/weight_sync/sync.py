@@ -82,7 +82,7 @@ class WeightSync:
         self._images = tuple(probe_images)
         self._text_T = np.asarray(self._ids[1:]) != image_token_id
         self._previous: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
-        self._is_started = self._is_push_probed = False
+        self._is_push_probed = False
 
     @property
     def engine(self) -> Engine:
@@ -92,18 +92,14 @@ class WeightSync:
     async def start(self, version: int = 0) -> Probe:
         """Start the engine, and probe whether it runs the weights that the learner starts from.
 
-        Both were loaded with version 0. If the learner starts from a later `version`, it is pushed first; and so is any
-        version into an engine that runs already, for a learner that was started again.
+        Both were loaded with version 0. If the learner starts from a later `version`, it is pushed first.
 
         Raises:
             UserError: a server cannot be started or found.
             SyncError: the engine runs other weights.
         """
-        is_running = self._is_started
-        self._is_started = True
-        if not is_running:
-            await self.transport.start()
-        if version or is_running:
+        await self.transport.start()
+        if version:
             await self._bring(version)
         return await self.probe()
 

@@ -120,8 +120,6 @@ class DiskTransport(Transport[T]):
         for folder in self.folder.glob("version-*"):
             if folder != self._folder_of(current):
                 shutil.rmtree(folder, ignore_errors=True)
-        if self._saved_version != current:
-            self._saved_version = -1  # a learner that went back comes to that version again, with other weights
         return transfer
 
     async def _push(self, version: int) -> Transfer:
@@ -233,7 +231,7 @@ class AdapterTransport(Transport[ServersEngine]):
         super().__init__(merged.learner, merged.engine)
         self._merged = merged
         self._is_required = is_required
-        self._is_offered = self._is_refused = False
+        self._is_refused = False
 
     @property
     def events(self) -> Sequence[str]:
@@ -252,23 +250,16 @@ class AdapterTransport(Transport[ServersEngine]):
             UserError: a server cannot be started or found, or refuses the adapter although it is required.
         """
         await self.engine.start()
-        await self._offer()
-        if self._is_refused:
-            await self.push(0)
-
-    async def _offer(self) -> None:
         reason = await self.engine.offer_adapter(await asyncio.to_thread(self.learner.adapter))
-        self._is_offered = True
         if reason and self._is_required:
             raise refused(reason)
         if reason:
             note_merged(self.engine, reason)
             self._is_refused = True
+            await self.push(0)
 
     async def push(self, version: int) -> Transfer:
-        """Load the learner's adapter into every server; offer it first, if the learner was lost before `start` did."""
-        if not self._is_offered:
-            await self._offer()
+        """Load the learner's adapter into every server."""
         if self._is_refused:
             return await self._merged.push(version)
         adapter = await asyncio.to_thread(self.learner.adapter)

@@ -21,7 +21,6 @@ from torch import nn
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.process import LocalProcess
 from agents.engines.sglang.server_facts import Host
-from agents.engines.weight_servers import Adapter
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
@@ -34,7 +33,6 @@ from tests.servers import TAKES_ADAPTERS, serving
 from trainer.config.learner import LearnerConfig
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.lora import is_adapter
-from trainer.learner.protocol import LearnerLost
 from trainer.learner.sharding import reshard
 from trainer.setup.engines import adapters_alone
 from trainer.weight_sync.sync import SyncError, WeightSync
@@ -282,30 +280,6 @@ def test_an_adapter_whose_requests_were_aborted_in_the_queue_is_not_waited_for(
     seconds, completion, names = play_with(external(url, checkpoint), learner, renderer, tmp_path, play)
     assert seconds < 10 and completion.versions[-1][0] == 1
     assert held(url)["adapters"] == names[:1]  # the older one is kept
-
-
-@pytest.mark.slow
-def test_merged_weights_come_too_where_the_learner_was_lost_before_it_could_offer_its_adapter(
-    checkpoint: Path, renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner = learner_of(checkpoint, renderer)
-
-    def lost() -> Adapter:
-        raise LearnerLost("learner 0 is gone")
-
-    async def play(sync: WeightSync, engine: SGLangEngine) -> Completion:
-        with monkeypatch.context() as patch, pytest.raises(LearnerLost):
-            patch.setattr(learner, "adapter", lost)
-            await sync.start()
-        move(learner)
-        assert (await sync.start(version=3)).gap < 1e-5
-        (event,) = sync.transport.events
-        assert "merged weights, not the adapter alone" in event
-        return await turn(engine, renderer)
-
-    with serving(checkpoint) as url:
-        completion = play_with(external(url, checkpoint), learner, renderer, tmp_path, play)
-    assert completion.versions == ((3, len(completion.ids)),)
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.multiprocessing import reductions
 
 from agents.engines.hf import HFEngine
@@ -37,7 +36,7 @@ from trainer.learner.buckets import buckets
 from trainer.learner.cuda_ipc import COUNTER_PLACES, DEVICE_PLACE, Counters, WeightHandles, handles, share_weights
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.weight_sync.sync import SyncError, WeightSync
-from trainer.weight_sync.transports import InProcessTransport, IpcTransport, ServersTransport, Transfer
+from trainer.weight_sync.transports import InProcessTransport, IpcTransport, ServersTransport
 
 PROMPT = question("Find x.", make_image())
 
@@ -175,27 +174,6 @@ def test_weights_for_a_server_that_comes_back_wait_for_the_learners_step_and_are
     for thread in threads:
         thread.join()
     assert saved == [("version-1", 1)]
-
-
-def test_weights_for_a_server_that_comes_back_are_written_again_if_the_learner_went_back_since(
-    checkpoint: Path, renderer: Renderer, tmp_path: Path
-) -> None:
-    """As over CUDA IPC or a process group, where only servers that were lost read the folder."""
-
-    class OverNoDisk(ServersTransport):
-        async def _push(self, version: int) -> Transfer:
-            return Transfer(0)
-
-    learner = learner_of(checkpoint, renderer)
-    transport = OverNoDisk(learner, silent_engine(renderer), tmp_path)
-    learner.steps_done = 3
-    transport.save()
-    learner.steps_done = 2  # restored from a checkpoint
-    asyncio.run(transport.push(2))
-    move(learner)
-    assert learner.steps_done == 3
-    saved, own = load_file(transport.save() / "model.safetensors"), learner.weights()
-    assert all(torch.equal(own[f"backbone.{name}"], weight) for name, weight in saved.items())
 
 
 def test_weights_in_several_messages_get_their_name_with_the_last_one() -> None:
