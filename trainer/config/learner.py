@@ -171,8 +171,7 @@ class LearnerConfig(Section):
     reshard: Reshard = Field(
         default="auto",
         description="when to free gathered weights. always: after each forward and backward pass; never: only after an "
-        "update, with one gradient reduction for it (fastest, most memory); auto: always with several ranks, and on "
-        "GPUs never as soon as a step has left room for it",
+        "update, with one gradient reduction for it (fastest, most memory); auto: always with several ranks",
     )
     offload: Offload = Field(
         default="none",

@@ -34,12 +34,8 @@ from trainer.learner.dcp_state import StateWriter, restore, trained_state
 from trainer.learner.lora import add_lora, disabled, is_adapter, merged_weights, packed_adapter, plain_name
 from trainer.learner.offload import OffloadedState
 from trainer.learner.sharding import (
-    ROOM_FRAC,
-    bytes_to_keep_gathered,
-    explain_reshard,
     freeze_vision,
     keep_gathered,
-    never_reshard,
     reshard,
     shard,
     trainable_parameters,
@@ -197,20 +193,6 @@ class FSDPLearner(StepLearner[MicroBatch]):
         if self._state:
             return self._state.on_device()
         return contextlib.nullcontext()
-
-    def choose_reshard(self) -> str:
-        """Decide `--reshard auto` by the memory that the first step left free; return what was chosen and why.
-
-        Every rank on a GPU must call it, after a step: its peak, and what servers take of the GPU, are then known.
-        """
-        memory = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
-        room = memory - torch.cuda.max_memory_allocated(self.device)
-        least = -int(self._max_over_ranks([-float(room)])[0])
-        need = bytes_to_keep_gathered(self.model, self.dtype)
-        self._keeps_gathered = need <= ROOM_FRAC * least
-        if self._keeps_gathered:
-            never_reshard(self.model)
-        return explain_reshard(self._keeps_gathered, need, least)
 
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob, at temperature 1, of each id of a stream but the first; every rank must call it.

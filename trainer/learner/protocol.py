@@ -139,15 +139,6 @@ class WeightSource(Protocol):
 class RankLearner(Learner, WeightSource, Protocol):
     """One rank of a learner. Every method must be called on all ranks, since all take part in it."""
 
-    @property
-    def num_batches_begun(self) -> int:
-        """Micro-batches begun in all steps so far: shows others that a long step goes on."""
-        ...
-
     def weights(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """Return the full weights by parameter name on rank 0, cast and moved if asked."""
-        ...
-
-    def choose_reshard(self) -> str:
-        """Decide `--reshard auto` after a step; return what was chosen and why."""
         ...

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import socket
-import sys
 import threading
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -34,22 +31,18 @@ from trainer.learner.cuda_ipc import WeightHandles
 from trainer.learner.layout import Layout
 from trainer.learner.protocol import CheckpointFailed, LearnerLost
 from trainer.learner.rank_split import light_images, shares
-from trainer.learner.ray_worker import HEARTBEAT, LearnerWorker, Place
+from trainer.learner.ray_worker import LearnerWorker, Place
 from trainer.learner.reservation import Request, wait_for
 from trainer.learner.weight_group import SHARED_VARIABLES
 from trainer.learner.weight_sender import Sent
 from trainer.types import StepStats, TrainingSample
 
-logger = logging.getLogger(__name__)
-
 #: How long to wait for the head of a cluster to answer.
 ANSWER_S = 10.0
 #: How long to wait, after a rank has failed, for another rank whose death caused that failure.
 REASON_S = 3.0
-#: How often to ask ranks that work whether they go on, and for how long to wait for what they say.
-PULSE_S = 5.0
-#: Ranks that wait for a silent one give up after `learner_timeout_s`, and name it better than this process can.
-SLACK_S = 15.0
+#: How long to wait, when the group is closed, for a call of another thread to fail.
+CLOSE_S = 15.0
 #: What torch says where a rank does not fit, and what to do about it.
 OUT_OF_MEMORY = "CUDA out of memory"
 LESS_MEMORY = "give less --max-tokens-per-microbatch, or --recompute 1; python -m trainer.memory says what a run takes"
@@ -95,14 +88,9 @@ class LearnerGroup:
         self.workers: list[Any] = []
         self.places: list[Place] = []
         self._lost: LearnerLost | None = None
-        self._limit_s = cluster.learner_timeout_s + SLACK_S
-        self._ray_answered = time.monotonic()
         self._written: list[bool] = []
         self._fault = ""
         self._is_joined = False
-        # Memory tells on a GPU only. With one rank there is nothing to gather.
-        is_open = self._on_gpu and cluster.num_ranks > 1 and config.learner.reshard == "auto"
-        self._is_reshard_open = is_open and cluster.backend == "fsdp"
         self._reserved: PlacementGroup | None = None
         self._owns_ray = start_ray(cluster)
         try:
@@ -122,8 +110,7 @@ class LearnerGroup:
             wait_for([reserved])  # Ray finds other places for those of a node that is gone
         except GetTimeoutError:
             raise request.no_room() from None
-        # Its types leave this option out.
-        actor = ray.remote(concurrency_groups={HEARTBEAT: 1})(LearnerWorker)  # pyright: ignore[reportCallIssue]
+        actor = ray.remote(LearnerWorker)
         for index in range(wanted):
             strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=index)
             options = actor.options(
@@ -180,13 +167,10 @@ class LearnerGroup:
 
     def step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
         """Take a step, each rank on its share; raises `LearnerLost` if a rank fails."""
-        with self.lock, self._watched():
+        with self.lock:
             sent = [ray.put(share) for share in shares(minibatches, self._layout.data_parallel(len(self.workers)))]
             by_rank: list[StepStats] = self._call("learner.step", *((sent[number],) for number in self._share_of_rank))
             self.steps_done += 1
-            if self._is_reshard_open and any(samples for samples in minibatches):
-                self._is_reshard_open = False
-                logger.info(self._call("learner.choose_reshard")[0])
             return replace(by_rank[0], logprobs={key: own for s in by_rank for key, own in s.logprobs.items()})
 
     def free_memory(self) -> None:
@@ -288,69 +272,19 @@ class LearnerGroup:
             given = args * len(self.workers)
         else:
             given = args or ((),) * len(self.workers)
-        with self.lock, self._watched():
+        with self.lock:
             if self._lost is not None:
                 raise self._lost
             refs = [w.call.remote(method, *own) for w, own in zip(self.workers, given, strict=True)]
-            results: dict[int, Any] = {}
             waiting = list(refs)
-            limit_s = self._limit_s
-            last_pulses: list[int] = []
-            last_progress = time.monotonic()
+            # In the order in which they end: a rank that fails leaves the others waiting for it.
             while waiting:
-                done, waiting = ray.wait(waiting, num_returns=1, timeout=PULSE_S)
-                self._ray_answered = time.monotonic()
-                if not done:
-                    # A long step is no hang: the limit counts from the last micro-batch that any rank has begun.
-                    pulses = self._pulses()
-                    if not last_pulses or any(now > before for now, before in zip(pulses, last_pulses, strict=True)):
-                        last_pulses = pulses
-                        last_progress = time.monotonic()
-                    if time.monotonic() - last_progress > limit_s:
-                        late = GetTimeoutError(f"no answer and no progress for {limit_s:.0f} s")
-                        raise self._failure(method, refs, refs.index(waiting[0]), late)
-                for ref in done:
-                    try:
-                        results[refs.index(ref)] = ray.get(ref)
-                    except RayError as error:
-                        raise self._failure(method, refs, refs.index(ref), error) from None
-            return [results[rank] for rank in range(len(refs))]
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """End the command if Ray on this host stops answering in the block: nothing can end a call that waits for it.
-
-        Ray does the same where its process on this host has died, rather than hangs.
-        """
-        limit_s = self._limit_s + SLACK_S
-        is_over = threading.Event()
-        self._ray_answered = time.monotonic()
-
-        def watch() -> None:
-            while not is_over.wait(PULSE_S):
-                if time.monotonic() - self._ray_answered > limit_s:
-                    silence = f"Ray on this host gave no answer for {limit_s:.0f} s (learner_timeout_s)"
-                    print(f"error: {silence}; end its process raylet, then --resume the run", file=sys.stderr)
-                    sys.stderr.flush()
-                    os._exit(1)
-
-        threading.Thread(target=watch, name="ray", daemon=True).start()
-        try:
-            yield
-        finally:
-            is_over.set()
-
-    def _pulses(self) -> list[int]:
-        """Return how much each rank has done so far; -1 for one that does not say."""
-        refs = [worker.heartbeat.remote() for worker in self.workers]
-        said, _ = ray.wait(refs, num_returns=len(refs), timeout=PULSE_S)
-        pulses = []
-        for ref in refs:
-            try:
-                pulses.append(ray.get(ref) if ref in said else -1)
-            except RayError:
-                pulses.append(-1)
-        return pulses
+                [done], waiting = ray.wait(waiting, num_returns=1)
+                try:
+                    ray.get(done)
+                except RayError as error:
+                    raise self._failure(method, refs, refs.index(done), error) from None
+            return ray.get(refs)
 
     def _failure(self, method: str, refs: Sequence[Any], rank: int, error: RayError) -> Exception:
         """End all ranks and return the error to raise: it names the rank that died or, if none did, failed first."""
@@ -383,8 +317,6 @@ class LearnerGroup:
         name = f"learner rank {rank} of {len(self.workers)}{where}"
         if isinstance(error, RayActorError) and self.places:
             what = "died: it was killed, ran out of memory, or waited too long for another (learner_timeout_s)"
-        elif isinstance(error, GetTimeoutError):
-            what = f"hangs in {method}: {error} (learner_timeout_s)"
         else:
             what = f"failed in {method}: {end_of_traceback(str(error))}"
         if not self._is_joined:
@@ -414,7 +346,7 @@ class LearnerGroup:
         self._end_ranks()
         if self._owns_ray:
             # Calls of other threads fail soon now that the ranks have ended. Ray must not go while one is in it.
-            is_held = self.lock.acquire(timeout=SLACK_S)
+            is_held = self.lock.acquire(timeout=CLOSE_S)
             try:
                 ray.shutdown()
             finally:

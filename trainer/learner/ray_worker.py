@@ -29,9 +29,6 @@ from trainer.learner.cuda_ipc import WeightHandles, share_weights
 from trainer.learner.protocol import CheckpointFailed, RankLearner
 from trainer.learner.weight_sender import RankSender
 
-#: The thread of a rank that says how far it is while another one works.
-HEARTBEAT = "heartbeat"
-
 
 @dataclass(frozen=True)
 class Place:
@@ -60,13 +57,6 @@ class LearnerWorker:
         self._meeting: socket.socket | None = None
         self._learner: RankLearner | None = None
         self._loan = contextlib.ExitStack()
-
-    @ray.method(concurrency_group=HEARTBEAT)
-    def heartbeat(self) -> int:
-        """Return how many micro-batches this rank has begun, also while it works on one."""
-        if self._learner:
-            return self._learner.num_batches_begun
-        return 0
 
     def place(self) -> Place:
         """Return where this rank runs."""

@@ -62,8 +62,6 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         self.device = device
         self.dtype = dtype
         self.steps_done = 0
-        #: In all steps so far: shows others that a long step goes on.
-        self.num_batches_begun = 0
         #: Held while the network is used: a server may ask for the weights in one thread while another trains.
         self.lock = threading.RLock()
 
@@ -170,7 +168,6 @@ class StepLearner(abc.ABC, Generic[BatchT]):
             for number in range(len(bins)):
                 ready = coming.pop().result()
                 coming = [pool.submit(alone, self._collate, rows, any_images) for rows in bins[number + 1 : number + 2]]
-                self.num_batches_begun += 1
                 yield ready
 
     def _bins_of_updates(self, minibatches: Sequence[Sequence[TrainingSample]]) -> Iterator[list[list[Row]]]:

@@ -135,12 +135,13 @@ def images_main(rank: int, folder: Path, together: Sequence[int], out: Path) -> 
             return encode(hidden_states=hidden_states, grid_thw=grid_thw)
 
         tower._encode = counted
+        collated, collate = [], learner._collate
+        learner._collate = lambda *given, many=collated, make=collate: many.append(1) or make(*given)
         stats = learner.step([samples])
         computed = [x for x in gc.get_objects() if torch.is_tensor(x) and x.grad_fn is not None]
         alive = [x for x in computed if x.ndim == 3 and x.shape[1] == 1]  # hidden states: tokens, 1, hidden size
         left = {"stats": stats, "weights": {n: w.clone() for n, w in learner.weights().items()}, "encoded": encoded}
-        begun = learner.num_batches_begun
-        torch.save({**left, "alive": len(alive), "micro_batches": begun}, out / f"images-{most}.pt")
+        torch.save({**left, "alive": len(alive), "micro_batches": len(collated)}, out / f"images-{most}.pt")
         parallel_state.destroy_model_parallel()
 
 

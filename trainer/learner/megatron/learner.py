@@ -305,7 +305,3 @@ class MegatronLearner(StepLearner[ThdBatch]):
         """Continue from a checkpoint that any layout wrote with `begin_checkpoint`; every rank must call it."""
         with self.lock:
             self.steps_done = self._state.restore(folder, with_optimizer)
-
-    def choose_reshard(self) -> str:
-        """Say that there is nothing to choose: Megatron keeps a rank's part of the weights in memory."""
-        return "--reshard has no use with --backend megatron"
