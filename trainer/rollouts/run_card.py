@@ -18,7 +18,7 @@ WINDOW = 10
 
 def run_card(
     name: str,
-    parts: Sequence[tuple[int, RunConfig]],
+    config: RunConfig,
     spec: EnvSpec,
     curve: Curve,
     rows: Sequence[Mapping[str, float]],
@@ -26,8 +26,7 @@ def run_card(
     ending: str,
     sees_images: bool,
 ) -> ModelCard:
-    """Return the card of the weights after a step of a run that has ended; `parts` are its settings until then."""
-    _, config = parts[-1]
+    """Return the card of the weights after a step of a run that has ended."""
     names: Ways = next(iter(curve.values()), {})
     if names:
         figure = next(iter(names.values())).main
@@ -41,7 +40,6 @@ def run_card(
         tags=("reinforcement-learning",),
         base_model=config.model.model,
         data=tuple(filter(None, (config.data.data, config.data.eval_data))),
-        parts=parts,
         step=step,
         ending=ending,
         tables=tuple(table for table in (figures, curves) if len(table[1]) > 1),

@@ -21,7 +21,6 @@ from trainer.algorithms.advantages import Advantages
 from trainer.checkpoint.model_card import ending_of, write_card
 from trainer.checkpoint.run_dir import BEST, EPISODES, MODEL
 from trainer.checkpoint.session import NOT_FINITE, RunSession
-from trainer.checkpoint.settings_parts import history, keep_settings
 from trainer.config.run import CheckpointConfig
 from trainer.evaluation.best_model import BEFORE, BestModel, resume_best
 from trainer.evaluation.curve import (
@@ -85,8 +84,6 @@ class TrainingSession(RunSession[LoopState]):
         else:
             kept = CheckpointConfig(save_every=0)
         super().__init__(folder, context.learner, state, config.steps, settings, config.log, kept, display)
-        for change in keep_settings(folder, state.step, config):
-            logger.info(change)
         if state.unfinished_row:
             self.log.write(state.step, state.unfinished_row)
         for name in rewind_recording(folder / EPISODES, state.recorded_bytes):
@@ -418,8 +415,9 @@ class TrainingSession(RunSession[LoopState]):
         sees_images = self.context.renderer.images is not None
         ending = ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted)
         for name, step in {MODEL: len(rows), **({BEST: self.best.step} if self.best else {})}.items():
-            parts = history(self.folder, step, self.config)
-            card = run_card(self.folder.name, parts, self.context.spec, self.curve, rows, step, ending, sees_images)
+            card = run_card(
+                self.folder.name, self.config, self.context.spec, self.curve, rows, step, ending, sees_images
+            )
             write_card(card, self.folder / name, self.folder / REWARD_CURVE)
 
 

@@ -22,15 +22,16 @@ from agents.recording import Recorder
 from agents.recording.run_files import CONFIG
 from agents.rendering.renderer import Renderer
 from agents.types import SamplingParams
+from envs.config.files import read_file
+from envs.config.settings import changed, validate
 from envs.errors import UserError
 from envs.safe_text import write_text
 from envs.spec import EnvSpec
 from trainer.checkpoint.checkpointer import Checkpoint, newest_whole
 from trainer.checkpoint.run_dir import CHECKPOINTS, found_folder, locked, make_folder
-from trainer.checkpoint.settings_parts import found_parts, part_file
 from trainer.config.learner import LearnerPlan
 from trainer.config.run import RunConfig
-from trainer.config.sources import write_config
+from trainer.config.sources import RESUME, write_config
 from trainer.learner.protocol import Learner
 from trainer.setup.components import StartedLearner, start_learner
 from trainer.setup.start import Start
@@ -227,23 +228,17 @@ def begin_or_resume(
     checkpoint = opened.checkpoint
     if checkpoint:
         learner.learner.restore(checkpoint.learner)
-        for line in changed_settings(checkpoint, folder / CONFIG):
-            logger.warning(f"{CONFIG} is not as at step {checkpoint.step}: {line} (edited, or damaged?)")
-        if not found_parts(folder) and (checkpoint.folder / CONFIG).exists():  # the run began in an earlier version
-            first = part_file(folder, 1)
-            first.parent.mkdir(exist_ok=True)
-            first.write_bytes(checkpoint.read(CONFIG))
+        for change in changed_settings(checkpoint, config):
+            logger.info(change)
     write_config(config, folder / CONFIG)
     return learner
 
 
-def changed_settings(checkpoint: Checkpoint, file: Path) -> list[str]:
-    """Return the lines of a run's settings that are not those of its checkpoint: "lr: 5.0e-05 -> lr: 3.0e-05"."""
-    if not (checkpoint.folder / CONFIG).exists():  # of an earlier version
-        return []
-    texts = checkpoint.read(CONFIG).decode(), file.read_text(encoding="utf-8")
-    lines = ([line.partition("  #")[0].strip() for line in text.splitlines()] for text in texts)
-    old, new = ([line for line in several if not line.startswith("#")] for several in lines)
-    if len(old) != len(new):
-        return [f"{len(old)} lines -> {len(new)}"]
-    return [f"{before} -> {now}" for before, now in zip(old, new, strict=True) if before != now]
+def changed_settings(checkpoint: Checkpoint, config: RunConfig | SftConfig) -> list[str]:
+    """Return the settings that are not those of a run's checkpoint, such as "lr 1e-05 -> 1e-06 from step 3"."""
+    old = validate(type(config), read_file(type(config), checkpoint.folder / CONFIG))
+    return [
+        f"{path[-1]} {before!r} -> {now!r} from step {checkpoint.step + 1}"
+        for path, (now, before) in changed(config, old).items()
+        if path != RESUME
+    ]
