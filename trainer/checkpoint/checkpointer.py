@@ -201,54 +201,48 @@ def damage(checkpoint: Checkpoint) -> str | None:
     """Return the fault of a checkpoint's files, or None."""
     try:
         manifest = json.loads(read_text(checkpoint.folder / MANIFEST, MANIFEST, MODEL_BYTES))
-        schema = manifest["schema"]
         step = manifest["step"]
-        files = dict(manifest["files"])
+        written = dict(manifest["files"])
     except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
-    if schema != SCHEMA_VERSION:
-        return f"{MANIFEST} is of schema {schema}, this version reads {SCHEMA_VERSION}"
     if step != checkpoint.step:
         return f"{MANIFEST} is of step {step}"
-    if not files:
-        return f"{MANIFEST} names no files"
-    paths = [checkpoint.folder / name for name in files]
-    with ThreadPoolExecutor() as pool:
-        for path, now, then in zip(paths, pool.map(_fingerprint, paths), files.values(), strict=True):
-            if now is None:
-                return f"{path.name} is missing or cannot be read"
-            if list(now) != then:
-                return f"{path.name} has {now[0]} bytes, CRC {now[1]:08x}; written were {then[0]}, CRC {then[1]:08x}"
-    return None
+    found = _fingerprints(checkpoint.folder)
+    changed = next((name for name in written if found.get(name) != written[name]), None)
+    if changed is None:
+        return None
+    name = Path(changed).name
+    return f"{name} has size and CRC-32 {found.get(changed)}, written were {written[changed]}"
 
 
 def _write_manifest(folder: Path, step: int) -> None:
     """Sync all files to disk, and write the manifest with their fingerprints."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in paths:
-        _sync(path)
-    with ThreadPoolExecutor() as pool:
-        prints = list(pool.map(_fingerprint, paths))
-    files = {str(path.relative_to(folder)): found for path, found in zip(paths, prints, strict=True)}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _sync(path)
     target = folder / MANIFEST
-    target.write_text(json.dumps({"schema": SCHEMA_VERSION, "step": step, "files": files}, indent=1), encoding="utf-8")
+    text = json.dumps({"schema": SCHEMA_VERSION, "step": step, "files": _fingerprints(folder)}, indent=1)
+    target.write_text(text, encoding="utf-8")
     _sync(target)
     _sync(folder)
 
 
-def _fingerprint(path: Path) -> tuple[int, int] | None:
-    """Return size and CRC-32 of a file, None where it cannot be read."""
-    if not path.is_file():  # to read a pipe may take for ever
-        return None
-    size = crc = 0
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                size = size + len(block)
-                crc = zlib.crc32(block, crc)
-    except OSError:
-        return None
-    return size, crc
+def _fingerprints(folder: Path) -> dict[str, list[int]]:
+    """Return size and CRC-32 of every file but the manifest, by its path in the folder."""
+    # Regular files alone: to read a pipe may take for ever.
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    # zlib lets other threads run meanwhile.
+    with ThreadPoolExecutor() as pool:
+        prints = list(pool.map(_fingerprint, paths))
+    return {str(path.relative_to(folder)): found for path, found in zip(paths, prints, strict=True)}
+
+
+def _fingerprint(path: Path) -> list[int]:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+    return [path.stat().st_size, crc]
 
 
 def _sync(path: Path) -> None:
