@@ -88,8 +88,6 @@ class LearnerGroup:
         self.workers: list[Any] = []
         self.places: list[Place] = []
         self._lost: LearnerLost | None = None
-        self._written: list[bool] = []
-        self._fault = ""
         self._is_joined = False
         self._reserved: PlacementGroup | None = None
         self._owns_ray = start_ray(cluster)
@@ -203,21 +201,11 @@ class LearnerGroup:
 
     def begin_checkpoint(self, folder: Path) -> None:
         """Let every rank write its shards in the background, into a folder that all hosts see."""
-        self._written = [False] * len(self.workers)
-        self._fault = ""
         self._call("learner.begin_checkpoint", (folder.absolute(),))
 
     def is_checkpoint_written(self, wait: bool) -> bool:
         """Return whether all ranks have written; raises `CheckpointFailed` if one could not."""
-        answers = self._call("checkpoint", (wait,))
-        self._written = [was or is_now for was, (is_now, _) in zip(self._written, answers, strict=True)]
-        fault = next((fault for _, fault in answers if fault), "")
-        self._fault = self._fault or fault
-        if not all(self._written):
-            return False
-        if self._fault:
-            raise CheckpointFailed(self._fault)
-        return True
+        return all(self._call("learner.is_checkpoint_written", (wait,)))
 
     def restore(self, folder: Path) -> None:
         """Let every rank read its shards; raises `UserError` for another network."""
@@ -266,6 +254,7 @@ class LearnerGroup:
 
         Raises:
             UserError: a rank could not start with what the user gave.
+            CheckpointFailed: a rank could not write its part; all of them still work.
             LearnerLost: a rank died or failed. The others are ended, and every later call raises it too.
         """
         if len(args) == 1:
@@ -292,7 +281,7 @@ class LearnerGroup:
             cause = error.cause
         else:
             cause = error
-        if isinstance(cause, UserError):
+        if isinstance(cause, UserError | CheckpointFailed):
             return cause
         others = [ref for ref in refs if ref != refs[rank]]
         # When a rank dies, another rank loses its connection, and the call of that one may fail first.

@@ -26,7 +26,7 @@ from trainer.config.learner import LearnerPlan
 from trainer.learner.build import build_learner
 from trainer.learner.collectives import listen, use_loopback
 from trainer.learner.cuda_ipc import WeightHandles, share_weights
-from trainer.learner.protocol import CheckpointFailed, RankLearner
+from trainer.learner.protocol import RankLearner
 from trainer.learner.weight_sender import RankSender
 
 
@@ -145,16 +145,6 @@ class LearnerWorker:
         if self._rank == 0:
             return adapter
         return None
-
-    def checkpoint(self, wait: bool) -> tuple[bool, str]:
-        """Return whether writing has ended, and the reason if it failed ("" otherwise).
-
-        It returns the reason because the group ends a rank that raises.
-        """
-        try:
-            return self.learner.is_checkpoint_written(wait), ""
-        except CheckpointFailed as error:
-            return True, str(error)
 
     def restore(self, folder: Path) -> int:
         """Read this rank's shards; return the steps done."""
