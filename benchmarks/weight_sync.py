@@ -153,9 +153,8 @@ async def measure(options: argparse.Namespace, folder: Path, renderer: Renderer)
                         if on_gpu:
                             torch.cuda.reset_peak_memory_stats()
                         push = await sync.push(learner.steps_done)
-                        probe = push.probe or await sync.probe()
                         row = {"transport": name, "push": number, "version": learner.steps_done, **push.metrics()}
-                        row |= {"probe_gap": probe.gap, "engine_moved": probe.engine_moved}
+                        row["probe_gap"] = await sync.probe()
                         if on_gpu:
                             row["peak_gib"] = (torch.cuda.max_memory_allocated() - base) / 2**30
                         rows.append(row)

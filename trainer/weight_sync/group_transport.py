@@ -23,13 +23,12 @@ from envs.errors import UserError
 from trainer.learner.protocol import Learner
 from trainer.learner.weight_group import GroupBroken, cancel
 from trainer.learner.weight_sender import Sent, WeightSender
-from trainer.weight_sync.transports import ServersTransport, Transfer
+from trainer.weight_sync.transports import ServersTransport, WeightPush
 
 #: How long a server may still wait in a broken group before it is restarted.
 STUCK_S = 10.0
-#: Tries to form a group of the servers that are left, and pushes that fail in a row before weights go over disk.
+#: Tries to form a group of the servers that are left before these weights go over disk.
 MAX_TRIES = 3
-MAX_FAILED = 3
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,6 @@ class GroupTransport(ServersTransport):
         self._is_required = is_required
         self._messages: Sequence[WeightMessage] = ()
         self._group: _Joined | None = None
-        self._num_failed = 0
         self._is_over_disk = False
         engine.before_close = self._leave
 
@@ -69,7 +67,7 @@ class GroupTransport(ServersTransport):
         await self.engine.start()
         await self.push(0)
 
-    async def _push(self, version: int) -> Transfer:
+    async def _push(self, version: int) -> WeightPush:
         if self._is_over_disk:
             return await super()._push(version)
         try:
@@ -81,14 +79,11 @@ class GroupTransport(ServersTransport):
             return await super()._push(version)
         sent, fault = await self._send(group, version)
         if fault:
-            self._num_failed += 1
             await self._leave()
             self.engine.servers.events.append(f"weights {version} go over disk to servers that were lost: {fault}")
-        else:
-            self._num_failed = 0
-        if fault and (version == 0 or self._num_failed == MAX_FAILED):
-            self._use_disk(fault, version)
-        return Transfer(sent.num_bytes, {"gather_s": sent.gather_s, "send_s": sent.send_s})
+            if version == 0:
+                self._use_disk(fault, version)
+        return WeightPush(sent.num_bytes, {"gather_s": sent.gather_s, "send_s": sent.send_s})
 
     def _use_disk(self, fault: str, version: int) -> None:
         """Send all later weights over disk. Raises `UserError` at the start if a group is required."""

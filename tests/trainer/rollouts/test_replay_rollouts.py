@@ -285,9 +285,9 @@ def test_servers_are_probed_and_play_rollouts_alone(
     start, gaps = WeightSync.start, []
 
     async def probed(sync: WeightSync, version: int) -> Any:
-        probe = await start(sync, version)
-        gaps.append(probe.gap)
-        return probe
+        gap = await start(sync, version)
+        gaps.append(gap)
+        return gap
 
     monkeypatch.setattr(WeightSync, "start", probed)
     folder = started(tmp_path / "run", *uneven, "--rollout-only", "--engine-url", server, "--steps", "2")

@@ -151,11 +151,10 @@ def test_servers_with_the_adapter_have_the_learners_logprobs_also_after_a_restar
 
     async def play(sync: WeightSync, engine: SGLangEngine) -> None:
         assert isinstance(sync.transport, AdapterTransport)
-        assert (await sync.start()).gap < 1e-5
+        assert await sync.start() < 1e-5
         move(learner)
         push = await sync.push(version=1)
-        assert push.probe is not None and push.probe.learner_moved is not None
-        assert push.probe.gap < 1e-5 and push.probe.learner_moved > 0.1
+        assert push.probe_gap is not None and push.probe_gap < 1e-5
         numbers = [p.numel() for name, p in learner.model.named_parameters() if is_adapter(name)]
         assert push.num_bytes == 4 * sum(numbers) < 0.2 * sum(w.nbytes for w in learner.weights().values())
         process = engine.servers.all[0].process
@@ -219,7 +218,7 @@ def test_a_running_server_with_other_weights_gets_the_checkpoint_below_the_adapt
     tell(url, "update_weights_from_disk", model_path=str(tmp_path / "other"), weight_version="7")
 
     async def play(sync: WeightSync, engine: SGLangEngine) -> float:
-        return (await sync.start()).gap
+        return await sync.start()
 
     assert play_with(external(url, checkpoint), learner, renderer, tmp_path, play) < 1e-5
 
@@ -253,7 +252,7 @@ def test_images_are_encoded_once_for_all_adapters(
         for version in (1, 2):
             move(learner, seed=version)
             await sync.push(version)
-            assert (await sync.probe()).gap < 1e-5
+            assert await sync.probe() < 1e-5
 
     play_with(external(url, checkpoint), learner, renderer, tmp_path, play)
     assert held(url)["num_images"] == 1
@@ -289,10 +288,10 @@ def test_a_server_that_takes_no_adapters_gets_merged_weights_and_the_run_says_so
     learner = learner_of(checkpoint, renderer)
 
     async def play(sync: WeightSync, engine: SGLangEngine) -> list[str]:
-        assert (await sync.start()).gap < 1e-5
+        assert await sync.start() < 1e-5
         move(learner)
         push = await sync.push(version=1)
-        assert push.probe is not None and push.probe.gap < 1e-5
+        assert push.probe_gap is not None and push.probe_gap < 1e-5
         assert push.num_bytes > sum(w.nbytes for w in learner.weights().values())  # and the headers of the file
         completion = await turn(engine, renderer)
         assert np.abs(own_logprobs(learner, renderer, completion) - completion.logprobs).max() < 1e-4
@@ -319,8 +318,8 @@ def test_a_server_that_fails_at_its_first_adapter_gets_merged_weights(
         await sync.start()
         move(learner)
         push = await sync.push(version=1)
-        assert push.probe is not None
-        return push.probe.gap, list(sync.transport.events)
+        assert push.probe_gap is not None
+        return push.probe_gap, list(sync.transport.events)
 
     gap, events = play_with(external(url, checkpoint), learner, renderer, tmp_path, play)
     assert gap < 1e-5 and len(events) == 1 and "status 500" in events[0]
