@@ -112,7 +112,6 @@ class TrainKeywords(RunKeywords, total=False):
     etp: int
     cp: int
     sp: bool
-    pad_microbatches: bool
     num_gpus: int
     num_learners: int
     ray_address: str

@@ -205,10 +205,3 @@ class RunConfig(Section):
             rule = "needs servers that keep their memory while the learner trains"
             fix = "leave it out, or give --placement split"
             raise UserError("--keep-kv-cache", rule, "--placement colocate", fix)
-
-    @property
-    def most_tokens_trained(self) -> int:
-        """The tokens that each learner process trains on in all steps, at most."""
-        longest = min(self.model.context_length, self.data.max_prompt_tokens + self.env.max_new_tokens)
-        episodes = self.steps * self.rollout.problems_per_step * self.rollout.group_size * self.optim.epochs
-        return episodes * longest // max(1, self.cluster.num_ranks)

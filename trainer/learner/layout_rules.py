@@ -32,11 +32,6 @@ def check_layout(layout: Layout, num_ranks: int, config: Any, ranks_flag: str = 
         raise broken
 
 
-def is_possible(layout: Layout, num_ranks: int, config: Any) -> bool:
-    """Return whether `check_layout` finds nothing."""
-    return next(_broken(layout, num_ranks, config, "--num-gpus"), None) is None
-
-
 def _broken(layout: Layout, num_ranks: int, config: Any, ranks_flag: str) -> Iterator[UserError]:
     """Yield an error for each rule that the layout breaks."""
     if config.model_type not in MODEL_TYPES:

@@ -35,7 +35,7 @@ MEGATRON = {("cluster", "backend"): "megatron"}
 #: What else a field needs that no value of its own can have alone, and values that a rule over several fields allows.
 NEEDED = {
     "ray_address": {("cluster", "num_learners"): 2},
-    **dict.fromkeys(("tp", "pp", "ep", "etp", "cp", "pad_microbatches"), MEGATRON),
+    **dict.fromkeys(("tp", "pp", "ep", "etp", "cp"), MEGATRON),
     "sp": MEGATRON | {("cluster", "tp"): 2},
     "lora_alpha": {("learner", "lora_rank"): 4},
     "lora_targets": {("learner", "lora_rank"): 4},

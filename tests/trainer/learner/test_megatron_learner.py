@@ -24,7 +24,7 @@ from tests.builders import fresh_model
 from tests.processes import run_ranks
 from tests.tiny_models import write_tiny_model
 from tests.trainer.steps import random_samples
-from trainer.config.learner import BackendConfig, LearnerConfig, OptimConfig
+from trainer.config.learner import LayoutConfig, LearnerConfig, OptimConfig
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.layout import Layout
 from trainer.learner.megatron.adapters import megatron_targets
@@ -65,7 +65,7 @@ def rank_main(rank: int, folder: Path, layouts: Mapping[str, dict[str, Any]], ou
             if "pp" in flags:
                 provider.num_layers_in_first_pipeline_stage = 2  # of three
 
-        backend = BackendConfig(backend="megatron", **flags)
+        backend = LayoutConfig(backend="megatron", **flags)
         learner = MegatronLearner(
             folder, PARAMS, 5, OPTIM, backend=backend, device="cpu", dtype=torch.float32, changed=change
         )
@@ -262,11 +262,10 @@ def test_rotary_positions_that_megatron_would_compute_otherwise_are_refused(tmp_
     check_rope(empty_model(tmp_path).config)
 
 
-def test_nothing_averages_the_loss_and_lengths_may_vary_unless_rows_are_padded() -> None:
+def test_nothing_averages_the_loss_and_lengths_may_vary() -> None:
     settings = provider_settings(LearnerConfig(), Layout(pipeline=2), torch.bfloat16)
     assert settings["calculate_per_token_loss"] and settings["moe_aux_loss_coeff"] == 0.0
     assert settings["variable_seq_lengths"]
-    assert not provider_settings(LearnerConfig(), Layout(), torch.bfloat16, row_length=64)["variable_seq_lengths"]
 
 
 def test_a_target_of_lora_is_the_layer_that_holds_it() -> None:

@@ -29,7 +29,7 @@ from agents.model.mrope import mrope_positions
 from agents.types import ProcessedImage, SamplingDistribution, SamplingParams
 from envs.errors import UserError
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.learner import BackendConfig, LearnerConfig, OptimConfig
+from trainer.config.learner import LayoutConfig, LearnerConfig, OptimConfig
 from trainer.data.packing import filler_row
 from trainer.learner.collectives import ensure_process_group
 from trainer.learner.layout import Layout
@@ -39,13 +39,14 @@ from trainer.learner.megatron.network import MegatronNetwork, check_rope, start_
 from trainer.learner.megatron.optimizer import MegatronOptimizer
 from trainer.learner.megatron.state import MegatronState
 from trainer.learner.megatron.thd import ThdBatch, padding_multiple, single_rows, thd_batch
+from trainer.learner.sharding import freeze_vision
 from trainer.learner.step_learner import OnMicroBatch, SampleLogprobs, StepLearner
 from trainer.learner.step_sums import StepSums
 from trainer.learner.weights_io import empty_model
 from trainer.types import Row, StepStats, TrainingSample
 
 #: Every rank holds the whole network.
-MEGATRON = BackendConfig(backend="megatron")
+MEGATRON = LayoutConfig(backend="megatron")
 
 
 class MegatronLearner(StepLearner[ThdBatch]):
@@ -53,7 +54,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
 
     Example::
 
-        learner = MegatronLearner(path, SamplingParams(), 20, backend=BackendConfig(backend="megatron", tp=2))
+        learner = MegatronLearner(path, SamplingParams(), 20, backend=LayoutConfig(backend="megatron", tp=2))
         stats = learner.step([samples])             # one optimizer update
         engine.load_weights(learner.weights(), version=1)
     """
@@ -66,7 +67,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         optim: OptimConfig = OptimConfig(),
         algorithm: AlgorithmConfig = AlgorithmConfig(),
         config: LearnerConfig = LearnerConfig(),
-        backend: BackendConfig = MEGATRON,
+        backend: LayoutConfig = MEGATRON,
         device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
@@ -84,30 +85,21 @@ class MegatronLearner(StepLearner[ThdBatch]):
         if self.device.type == "cuda" and self.device.index is not None:  # without an index: the current one
             torch.cuda.set_device(self.device)
         self.layout = Layout.of(backend)
-        multiple = padding_multiple(self.layout)  # a row is padded to one; a stage expects exactly its length
-        padded = -(-config.max_tokens_per_microbatch // multiple) * multiple
-        if backend.pad_microbatches:
-            self._row_length = padded
-        else:
-            self._row_length = 0
         #: The network of Transformers on the meta device, for its configuration and names: it takes no memory.
         self.model = empty_model(path, dtype)
-        if config.freeze_vision and not self.model.architecture.vision:
-            rule = "needs a network that takes images"
-            raise UserError("--freeze-vision", rule, self.model.config.model_type, "leave it out")
+        if config.freeze_vision:  # the provider freezes the network itself; this refuses one without a tower
+            freeze_vision(self.model)
         check_rope(self.model.config)
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         if self.model.architecture.vision and vocabulary % self.layout.tensor:
             rule = f"must divide the vocabulary of {vocabulary} ids of a network that takes images"
             raise UserError("--tp", rule, self.layout.tensor, "give a divisor of it")
         start_parallel(self.layout, seed)
-        self.network = MegatronNetwork(path, config, self.layout, dtype, self._row_length, changed=changed)
+        self.network = MegatronNetwork(path, config, self.layout, dtype, changed=changed)
         self.layout = replace(self.layout, sequence=self.network.sequence)
         self._reference: MegatronNetwork | None = None
         if algorithm.kl_coef and not config.lora_rank:
-            self._reference = MegatronNetwork(
-                path, config, self.layout, dtype, self._row_length, is_trained=False, changed=changed
-            )
+            self._reference = MegatronNetwork(path, config, self.layout, dtype, is_trained=False, changed=changed)
         self.optimizer = MegatronOptimizer(self.network.chunks, optim, dtype)
         self._state = MegatronState(self.network, self.optimizer)
 
@@ -134,14 +126,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         return self._thd(rows)
 
     def _thd(self, rows: Sequence[Row]) -> ThdBatch:
-        most = sum(row.num_tokens for row in rows)
-        if 0 < self._row_length < most:
-            rule = "needs --max-tokens-per-microbatch of at least the longest stream"
-            got = f"{most} tokens"
-            raise UserError(
-                "--pad-microbatches", rule, got, f"give --max-tokens-per-microbatch {most}, or leave it out"
-            )
-        return thd_batch(rows, padding_multiple(self.layout), self.network.context, self.device, self._row_length)
+        return thd_batch(rows, padding_multiple(self.layout), self.network.context, self.device)
 
     def _bins(self, rows: Sequence[Row]) -> list[list[Row]]:
         if self.network.is_packed:
@@ -156,15 +141,12 @@ class MegatronLearner(StepLearner[ThdBatch]):
         on_micro_batch: OnMicroBatch[ThdBatch],
         is_reference: bool = False,
     ) -> None:
+        network = self.network
+        adapters = contextlib.nullcontext()
         if is_reference and self._reference:
             network = self._reference
-        else:
-            network = self.network
-        # Without its adapters, the policy is its own reference.
-        if is_reference and not self._reference:
+        elif is_reference:  # without its adapters, the policy is its own reference
             adapters = disabled(network.chunks)
-        else:
-            adapters = contextlib.nullcontext()
         with torch.no_grad(), adapters:
             for bins in runs:
                 network.run(

@@ -74,8 +74,8 @@ class ThdBatch(TokenBatch):
     places: tuple[Tensor, Tensor]
 
 
-def thd_row(samples: Sequence[TrainingSample], multiple: int = 1, length: int = 0) -> ThdRow:
-    """Pack whole streams into one row, each padded to a multiple; the last also to a row of `length` tokens, if given.
+def thd_row(samples: Sequence[TrainingSample], multiple: int = 1) -> ThdRow:
+    """Pack whole streams into one row, each padded to a multiple.
 
     Padding repeats id 0 and counts the stream's positions on.
     """
@@ -83,12 +83,10 @@ def thd_row(samples: Sequence[TrainingSample], multiple: int = 1, length: int = 
     positions: list[NDArray[np.int64]] = []
     starts = [0]
     before = []
-    for number, sample in enumerate(samples, 1):
+    for sample in samples:
         start = starts[-1]
         own = len(sample.ids_T)
         size = -(-own // multiple) * multiple
-        if number == len(samples):
-            size = max(size, -(-length // multiple) * multiple - start)
         if own:
             last = sample.positions_3T[:, -1:]
         else:
@@ -139,12 +137,10 @@ def zigzag(starts_S1: NDArray[np.int32], context: int) -> list[NDArray[np.int64]
     return [np.concatenate(own) for own in ranks]
 
 
-def thd_batch(
-    rows: Sequence[Row], multiple: int, context: tuple[int, int], device: torch.device, length: int = 0
-) -> ThdBatch:
+def thd_batch(rows: Sequence[Row], multiple: int, context: tuple[int, int], device: torch.device) -> ThdBatch:
     """Return the micro-batch of rows for one of `context` = (rank, ranks) CP ranks."""
     samples = [sample for row in rows for sample in row.samples]
-    row = thd_row(samples, multiple, length)
+    row = thd_row(samples, multiple)
     cp_rank, cp_size = context
     chosen, local = (torch.from_numpy(a).to(device, non_blocking=True) for a in row.places(cp_size, cp_rank))
     targets_N = torch.from_numpy(row.targets_N).to(device, non_blocking=True)
