@@ -124,15 +124,12 @@ class FSDPLearner(StepLearner[MicroBatch]):
         on_micro_batch: OnMicroBatch[MicroBatch],
         is_reference: bool = False,
     ) -> None:
+        network = self.model
+        adapters = contextlib.nullcontext()
         if is_reference and self._reference:
             network = self._reference
-        else:
-            network = self.model
-        # Without its adapters, the policy is its own reference.
-        if is_reference and not self._reference:
+        elif is_reference:  # without its adapters, the policy is its own reference
             adapters = disabled(self.model)
-        else:
-            adapters = contextlib.nullcontext()
         with torch.no_grad(), adapters:
             for bins in runs:
                 for batch in self._batches(bins, any_images):

@@ -128,7 +128,11 @@ class StepLearner(abc.ABC, Generic[BatchT]):
             old = self._score(minibatches, any_images, sums)
         else:
             old = None
-        reference = self._score_reference(minibatches, any_images)
+        # Only a KL penalty reads it.
+        if self.algorithm.kl_coef:
+            reference = self._score(minibatches, any_images)
+        else:
+            reference = None
         for _ in range(self.optim.epochs):
             for samples in minibatches:
                 self._update(samples, any_images, sums, old, reference)
@@ -177,30 +181,23 @@ class StepLearner(abc.ABC, Generic[BatchT]):
                 yield self._bins(rows)
 
     def _score(
-        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, sums: StepSums
+        self,
+        minibatches: Sequence[Sequence[TrainingSample]],
+        any_images: bool,
+        sums: StepSums | None = None,
     ) -> SampleLogprobs:
-        """Return log-probs under the current weights; `sums` measures how far the rollout's are from them."""
+        """Return log-probs under the current weights, and let `sums` measure how far the rollout's are from them.
+
+        Without `sums`, return those of the reference network.
+        """
         scores: dict[TrainingSample, Tensor] = {}
 
         def on_micro_batch(batch: BatchT, logprobs_N: Tensor, entropy_N: Tensor) -> None:
-            sums.measure(batch, logprobs_N, entropy_N)
+            if sums:
+                sums.measure(batch, logprobs_N, entropy_N)
             scores.update(by_sample(batch, logprobs_N))
 
-        self._forward(self._bins_of_updates(minibatches), any_images, on_micro_batch)
-        return scores
-
-    def _score_reference(
-        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
-    ) -> SampleLogprobs | None:
-        """Return log-probs under the reference network; None without a KL penalty."""
-        if not self.algorithm.kl_coef:
-            return None
-        scores: dict[TrainingSample, Tensor] = {}
-
-        def on_micro_batch(batch: BatchT, logprobs_N: Tensor, _: Tensor) -> None:
-            scores.update(by_sample(batch, logprobs_N))
-
-        self._forward(self._bins_of_updates(minibatches), any_images, on_micro_batch, is_reference=True)
+        self._forward(self._bins_of_updates(minibatches), any_images, on_micro_batch, is_reference=sums is None)
         return scores
 
     def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:

@@ -42,7 +42,6 @@ class StepSums:
     loss: Tensor
     update_loss: Tensor
     objective: dict[str, Tensor] = field(default_factory=dict)
-    ref_kl_max: Tensor | None = None
     num_tokens_seen: int = 0
     grad_norms: list[float] = field(default_factory=list)
     num_skipped: int = 0
@@ -64,12 +63,6 @@ class StepSums:
         """Add the loss and the objective's own sums of a micro-batch of `num_tokens` model tokens."""
         self.num_tokens_seen += num_tokens
         self.update_loss = self.update_loss + result.loss.detach()
-        if result.ref_kl_max is not None:
-            largest = result.ref_kl_max
-            if self.ref_kl_max is None:
-                self.ref_kl_max = largest
-            else:
-                self.ref_kl_max = torch.maximum(self.ref_kl_max, largest)
         for name, value in result.sums.items():
             self.objective[name] = self.objective.get(name, 0.0) + value
 
@@ -98,12 +91,7 @@ class StepSums:
         mine = torch.stack([self.loss, self.entropy, *self.objective.values()]).tolist()
         values = [*mine[:2], float(self.num_tokens_seen), *mine[2:], *self.logprob_sums.sums]
         loss, entropy, seen, *rest = reduce_over_ranks(values, dist.ReduceOp.SUM, self.device, group)
-        if self.ref_kl_max is None:
-            kl_max = -math.inf
-        else:
-            kl_max = self.ref_kl_max.item()
-        most = [self.logprob_sums.largest, kl_max]
-        largest, kl_max = reduce_over_ranks(most, dist.ReduceOp.MAX, self.device, group)
+        [largest] = reduce_over_ranks([self.logprob_sums.largest], dist.ReduceOp.MAX, self.device, group)
         gap = self.logprob_sums.stats(rest[len(names) :], largest)
         return StepStats(
             loss=loss / max(1, len(self.grad_norms)),
@@ -118,8 +106,7 @@ class StepSums:
             logprob_gap_p99=gap.p99,
             logprob_gap_max=gap.max,
             entropy=entropy / max(1, gap.num_tokens),
-            objective={name: value / max(1.0, seen) for name, value in zip(names, rest, strict=False)}
-            | ({} if kl_max == -math.inf else {"ref_kl_max": kl_max}),
+            objective={name: value / max(1.0, seen) for name, value in zip(names, rest, strict=False)},
             logprobs=_by_key(self.logprobs),
         )
 
