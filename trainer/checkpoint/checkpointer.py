@@ -8,6 +8,7 @@ which the next one deletes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from envs.config.text_files import MODEL_BYTES, read_text
 from envs.errors import UserError
 from trainer.config.run import CheckpointConfig
+from trainer.learner.dcp_state import reason
 from trainer.learner.protocol import CheckpointFailed, Learner
 
 logger = logging.getLogger(__name__)
@@ -144,8 +146,6 @@ class Checkpoints:
             whole = self.folder / f"step-{step}"
             # Files first, then the manifest, then the name: whoever finds the name finds everything.
             _write_manifest(part, step)
-            if whole.exists():  # left by a run that was rolled back
-                whole.rename(_free_name(whole, "abandoned"))
             part.rename(whole)
             _sync(self.folder)
         except (OSError, CheckpointFailed) as error:
@@ -167,13 +167,7 @@ class Checkpoints:
             there = f"the newest is that of step {kept[0].step}"
         else:
             there = "there is none yet"
-        logger.warning(f"the checkpoint of step {step} could not be written, {there}: {_reason(error)} ({self.folder})")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error)
+        logger.warning(f"the checkpoint of step {step} could not be written, {there}: {reason(error)} ({self.folder})")
 
 
 def found_steps(folder: Path) -> list[Checkpoint]:
@@ -191,7 +185,8 @@ def newest_whole(folder: Path) -> Checkpoint | None:
         fault = damage(checkpoint)
         if fault is None:
             return checkpoint
-        aside = _free_name(checkpoint.folder, "damaged")
+        names = (f"step-{checkpoint.step}.damaged{number or ''}" for number in itertools.count())
+        aside = next(path for path in map(folder.joinpath, names) if not path.exists())
         checkpoint.folder.rename(aside)
         logger.warning(f"the checkpoint of step {checkpoint.step} is damaged and skipped: {fault}; it is now {aside}")
     return None
@@ -252,8 +247,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _free_name(path: Path, word: str) -> Path:
-    names = (path.with_name(f"{path.name}.{word}{number or ''}") for number in range(1_000_000))
-    return next(name for name in names if not name.exists())

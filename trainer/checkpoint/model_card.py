@@ -6,7 +6,7 @@ A model folder is shared, so the card has no path, address or host name: a folde
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ CARD = "README.md"
 class ModelCard:
     """What a card says. `step` is the step of the weights, `ending` how the run ended, `tables` are titles and rows.
 
-    The first row of a table holds its headings. `results` are figures of the weights by name, for the hub, of the kind
-    `metric`, `measured_on` a data set or environment.
+    The first row of a table holds its headings.
 
     Example: `ModelCard(name="first", task="reinforcement learning in `geo3k`", base_model="starter", ...)`.
     """
@@ -37,10 +36,7 @@ class ModelCard:
     step: int
     ending: str
     tables: tuple[tuple[str, Sequence[Sequence[str]]], ...]
-    results: Mapping[str, float]
-    measured_on: str
     sees_images: bool
-    metric: str = "accuracy"
 
     def text(self, image: str = "") -> str:
         """Return the card; `image` is a file beside it."""
@@ -66,25 +62,17 @@ class ModelCard:
             task = "image-text-to-text"
         else:
             task = "text-generation"
-        if is_hub_id(self.base_model):
-            public = {"base_model": self.base_model}
-        else:
-            public = {}
-        datasets = [name for name in dict.fromkeys(self.data) if is_hub_id(name)]
-        metrics = [{"type": self.metric, "name": name, "value": value} for name, value in self.results.items()]
-        result = {
-            "task": {"type": task},
-            "dataset": {"name": shared_name(self.measured_on), "type": shared_name(self.measured_on)},
-            "metrics": metrics,
-        }
-        return {
-            **public,
+        matter: dict[str, Any] = {
             "library_name": "transformers",
             "pipeline_tag": task,
             "tags": ["trueturn", *self.tags],
-            **({"datasets": datasets} if datasets else {}),
-            **({"model-index": [{"name": self.name, "results": [result]}]} if metrics else {}),
         }
+        # The hub links what is on it; a name from here would lead nowhere.
+        if is_hub_id(self.base_model):
+            matter["base_model"] = self.base_model
+        if datasets := [name for name in dict.fromkeys(self.data) if is_hub_id(name)]:
+            matter["datasets"] = datasets
+        return matter
 
 
 def write_card(card: ModelCard, folder: Path, image: Path) -> None:

@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 #: Why an update is skipped.
 NOT_FINITE = "loss or gradient was not finite; look at the sizes of rewards, advantages and loss"
-MAX_STEPS_SHOWN = 5
 #: Errors of a full or broken disk: the run can be resumed later, or elsewhere.
 _DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -240,7 +239,7 @@ class RunSession(ABC, Generic[S]):
 def check_finite(summary: Mapping[str, Any], cause: str = NOT_FINITE) -> None:
     """Raise `RunFailed` if a finished run has skipped an update: it must not pass for one that went well."""
     if steps := summary["steps_skipped"]:
-        shown = ", ".join(map(str, steps[:MAX_STEPS_SHOWN])) + ", ..." * (len(steps) > MAX_STEPS_SHOWN)
+        shown = ", ".join(map(str, steps))
         raise RunFailed(f"updates were skipped in {counted(len(steps), 'step')} ({shown}): {cause}")
 
 

@@ -115,7 +115,7 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
         opened = open_run(config, f"{run.absolute().name}-replay", cleanup)
         folder = opened.folder
         with start.clock.stage("the learner"):
-            plan = with_compile_chosen(config, model_path, config.most_tokens_trained)
+            plan = with_compile_chosen(config, model_path)
             learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup)
         write_text(folder / ENVIRONMENT, json_text(spec))
         return RecordedContext(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from envs.spec import EnvSpec
 from trainer.checkpoint.model_card import ModelCard
 from trainer.config.run import RunConfig
-from trainer.evaluation.curve import Curve, Ways, title, values
+from trainer.evaluation.curve import Curve, Ways, title
 from trainer.evaluation.results import Figure
 
 #: The most rows of the table of curves.
@@ -43,12 +43,6 @@ def run_card(
         step=step,
         ending=ending,
         tables=tuple(table for table in (figures, curves) if len(table[1]) > 1),
-        results={
-            f"held-out {title(figure)}, {title(way)}": value
-            for way, value in values(curve.get(step, {}), figure).items()
-        },
-        metric=figure,
-        measured_on=config.data.eval_data or spec.id,
         sees_images=sees_images,
     )
 

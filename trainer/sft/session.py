@@ -217,8 +217,6 @@ class SftSession(RunSession[SftState]):
             step=len(rows),
             ending=ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted),
             tables=(("Losses", losses),) if len(losses) > 1 else (),
-            results={},
-            measured_on="",
             sees_images=self.context.data.renderer.images is not None,
         )
 

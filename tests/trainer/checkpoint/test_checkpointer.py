@@ -131,13 +131,6 @@ def test_a_full_disk_is_said_and_costs_only_the_checkpoint_at_hand(
     assert names(tmp_path) == ["step-1", "step-4"] and damage(found_steps(tmp_path)[0]) is None
 
 
-def test_a_checkpoint_of_a_step_that_was_taken_again_replaces_nothing(tmp_path: Path, learner: FSDPLearner) -> None:
-    written(tmp_path, learner, range(1, 3))
-    assert Checkpoints(tmp_path, learner, CheckpointConfig()).newest_step == 2
-    written(tmp_path, learner, range(2, 3))
-    assert names(tmp_path) == ["step-1", "step-2", "step-2.abandoned"]
-
-
 def no_files() -> dict[str, bytes]:
     return {}
 
