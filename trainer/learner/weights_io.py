@@ -122,16 +122,12 @@ def local_rows(parameter: Tensor) -> tuple[int, int]:
     count = parameter.shape[0] if parameter.dim() else 1
     if not isinstance(parameter, DTensor):
         return 0, count
-    cut = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
-    if not cut:
+    [chunk] = parameter.__create_chunk_list__()  # torch's own checkpoints ask for it
+    shape = tuple(parameter.shape)
+    assert chunk.sizes[1:] == shape[1:], f"sharded by rows only: {chunk} of {shape}"
+    if not parameter.dim():
         return 0, count
-    mesh = parameter.device_mesh
-    assert len(cut) == 1 and parameter.placements[cut[0]].is_shard(0), f"sharded by rows only: {parameter.placements}"
-    size = -(-count // mesh.size(cut[0]))
-    start = min(count, size * mesh.get_local_rank(cut[0]))
-    end = min(count, start + size)
-    assert end - start == parameter.to_local().shape[0], (end - start, parameter.to_local().shape)
-    return start, end
+    return chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
 
 
 def _named(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:

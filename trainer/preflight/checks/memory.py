@@ -160,7 +160,7 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
         learner = (size * num_parameters // ranks) + PROCESS_BYTES
         return MemoryNeed(learner, learner - PROCESS_BYTES // 2, engine, cache, offloaded=0, resident=learner)
     offloaded = {"none": 0, "optimizer": 8 * count.trained, "all": 16 * count.trained + size * count.frozen}
-    compiles = is_compiled(config.learner, on_gpu(config), num_parameters, config.most_tokens_trained)
+    compiles = is_compiled(config.learner, on_gpu(config), num_parameters)
     unsure = parts.activations - estimate(model, replace(plan, is_compiled=compiles)).activations
     return MemoryNeed(
         learner=learner,
