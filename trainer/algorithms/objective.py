@@ -55,6 +55,7 @@ def objective(tokens: ModelTokens, config: AlgorithmConfig) -> Objective:
     tokens = replace(tokens, old_logprobs_N=old_N, rollout_logprobs_N=rollout_N)
     correction_N, cut_N = find_correction(config.correction)(tokens, config)
     policy = find_policy_loss(config.policy_loss)(tokens, config)
+    # Only this term is an expectation under the engine's policy.
     per_token_N = correction_N * policy.loss_N
     means = {
         "clip_frac": policy.clipped_N,
@@ -71,6 +72,7 @@ def objective(tokens: ModelTokens, config: AlgorithmConfig) -> Objective:
             per_token_N = per_token_N + config.kl_coef * kl_N
     if config.entropy_coef:
         per_token_N = per_token_N - config.entropy_coef * tokens.entropy_N
+    # A sum, not a mean: the weights hold the denominator of the whole step.
     loss = (tokens.weights_N * per_token_N).sum()
     sums = {name: value_N.detach().sum(dtype=torch.float64) for name, value_N in means.items()}
     return Objective(loss, sums)

@@ -84,6 +84,7 @@ class Checkpoints:
         #: The last finished step and the function that gives its files; None while the weights are changing.
         self._stands: tuple[int, Files] | None = None
         folder.mkdir(parents=True, exist_ok=True)
+        # Of a process that was killed while it wrote.
         for left in folder.glob(f"*{_UNFINISHED}"):
             shutil.rmtree(left, ignore_errors=True)
         self.newest_step = max((checkpoint.step for checkpoint in found_steps(folder)), default=None)
@@ -153,6 +154,7 @@ class Checkpoints:
             self._give_up(step, error)
             return
         self.newest_step = step
+        # Not before the new one is whole: until then an old one is the newest.
         for old in found_steps(self.folder)[self.config.keep_checkpoints :]:
             shutil.rmtree(old.folder, ignore_errors=True)
 
@@ -187,6 +189,7 @@ def newest_whole(folder: Path) -> Checkpoint | None:
             return checkpoint
         names = (f"step-{checkpoint.step}.damaged{number or ''}" for number in itertools.count())
         aside = next(path for path in map(folder.joinpath, names) if not path.exists())
+        # Some of its files may still be of use to somebody.
         checkpoint.folder.rename(aside)
         logger.warning(f"the checkpoint of step {checkpoint.step} is damaged and skipped: {fault}; it is now {aside}")
     return None
@@ -242,6 +245,7 @@ def _fingerprint(path: Path) -> list[int]:
 
 def _sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on disk."""
+    # A folder cannot be opened in another way.
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -79,6 +79,7 @@ def write_card(card: ModelCard, folder: Path, image: Path) -> None:
     """Write the card into a model folder, with a copy of the image if there is one."""
     has_image = image.is_file()
     if has_image:
+        # A link out of the folder would be broken on the hub.
         shutil.copyfile(image, folder / image.name)
     write_text(folder / CARD, card.text(image.name if has_image else ""))
 
@@ -101,6 +102,7 @@ def ending_of(num_steps: int, planned: int, stopped_by: str, is_interrupted: boo
 
 def is_hub_id(name: str) -> bool:
     """Return whether a model or data set is on the hub, not here."""
+    # A path has a slash too: what exists here is not meant for the hub.
     return "/" in name and not Path(name).is_absolute() and not Path(name).exists()
 
 
@@ -112,6 +114,7 @@ def shared_name(name: str) -> str:
     """
     if is_hub_id(name):
         return name
+    # The folders above tell of a user and a machine.
     return Path(name).name
 
 
@@ -119,5 +122,6 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of a table; the first row holds the headings."""
     head, *others = rows
     for cells in (head, ["---"] * len(head), *others):
+        # A bar in a cell would begin a new column.
         yield f"| {' | '.join(cell.replace('|', ' ') for cell in cells)} |"
     yield ""

@@ -92,6 +92,7 @@ class RunSession(ABC, Generic[S]):
         self.state = state
         self.num_steps = num_steps
         self.display = display
+        # Rows after the checkpoint are of steps that are taken again.
         rewind(folder / METRICS, state.metrics_bytes)
         self._settings = settings
         self.callbacks = Callbacks(log.callback)
@@ -117,6 +118,7 @@ class RunSession(ABC, Generic[S]):
         Raises:
             LearnerLost: in `body` or with the last files; all else is on disk.
         """
+        # Schedulers end a job with SIGTERM, some time before they kill it.
         cancel_on_request()
         try:
             summary = await self._run(body)
@@ -163,6 +165,7 @@ class RunSession(ABC, Generic[S]):
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             self.is_interrupted = True
+            # A second Ctrl-C must not leave the weights half changed either.
             while not task.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.shield(task)
@@ -226,6 +229,7 @@ class RunSession(ABC, Generic[S]):
         try:
             if has_weights:
                 self.checkpoints.close()
+            # Closing may have failed to write one more.
             summary["checkpoints_failed"] = self.checkpoints.num_failed
             (self.folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
             self.draw()
@@ -264,6 +268,7 @@ def run_to_end(training: Coroutine[Any, Any, T], module: str, folder: Path) -> T
     try:
         return asyncio.run(training)
     except (RunFault, EngineDown, OSError) as error:
+        # Any other is a fault of the program, of which the traceback tells more.
         if isinstance(error, OSError) and error.errno not in _DISK_FAULTS:
             raise
         raise RunFailed(f"{error}; {resume_hint(module, folder)}") from error

@@ -53,6 +53,7 @@ class StateWriter:
         with suppress(CheckpointFailed):  # of a state that another rank could not write, and gave up
             self.is_written(wait=True)
         if self._group is None:
+            # What is written is on the CPU by then.
             group: Any = dist.new_group(backend="gloo")
             self._group = group
         answer: Any = async_save(state, checkpoint_id=folder, process_group=self._group)
@@ -110,6 +111,7 @@ def restore(folder: Path, model: PolicyModel, optimizer: torch.optim.Optimizer |
     names = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=_TRAINED), _STEPS: torch.tensor(0)}
     wanted = {f"model.{name}" for name in state["model"]}
+    # In one of the two alone: another network, other adapters, or other frozen weights.
     if missing := wanted ^ {name for name in names if name.startswith("model.")}:
         rule = "must hold the network, and the adapters of it, that this run trains"
         fix = "leave --model, --freeze-vision and --lora-* as they were"
@@ -120,6 +122,7 @@ def restore(folder: Path, model: PolicyModel, optimizer: torch.optim.Optimizer |
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             if name not in state["optimizer"]["state"]:
+                # Torch made zeros to be filled; AdamW would count their steps.
                 optimizer.state.pop(parameter, None)
     return int(state[_STEPS])
 

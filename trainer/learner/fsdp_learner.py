@@ -84,6 +84,7 @@ class FSDPLearner(StepLearner[MicroBatch]):
             add_lora(model, config, seed)
         self.model = self._sharded(model, path, seed)
         self._reference = self._build_reference(path)
+        # After sharding, so that its state is sharded as the parameters are.
         self.optimizer = torch.optim.AdamW(
             trainable_parameters(self.model),
             lr=optim.lr,
@@ -113,6 +114,7 @@ class FSDPLearner(StepLearner[MicroBatch]):
         """Return the reference network of the KL penalty; with LoRA it is the policy with its adapters switched off."""
         if not self.algorithm.kl_coef or self.config.lora_rank:
             return None
+        # It is never trained, so it needs no more precision than it computes in.
         model = empty_model(path, self.dtype)
         model.requires_grad_(False)
         return self._sharded(model, path, 0).eval()
@@ -206,6 +208,7 @@ class FSDPLearner(StepLearner[MicroBatch]):
         weights = self.weights(dtype, "cpu")
         if dist.get_rank() == 0:
             self.model.save(folder, dtype, weights)
+        # Nobody may read the folder before rank 0 has written it.
         dist.barrier()
 
     def begin_checkpoint(self, folder: Path) -> None:
@@ -243,6 +246,7 @@ class FSDPLearner(StepLearner[MicroBatch]):
             kept: dict[str, Tensor] = {}
             for name, weight in merged_weights(self.model, _whole):
                 if dist.get_rank() == 0:
+                    # Every rank gathers, since each holds a part; to keep all would fill every GPU.
                     kept[name] = weight.to(device or weight.device, dtype or weight.dtype)
             return kept
 

@@ -24,6 +24,7 @@ class LearnerLost(RunFault):
     """A learner process died, failed or gave no answer; all weights trained since the last checkpoint are lost."""
 
 
+# Not a `RunFault`: the run goes on, with the checkpoint before it.
 class CheckpointFailed(RuntimeError):
     """The learner's state could not be written; the learner itself still works."""
 
@@ -62,6 +63,7 @@ class Learner(Protocol):
         """Take one optimizer update per minibatch; return the statistics of the whole step."""
         ...
 
+    # torch keeps what it has freed for its own next tensors, where no other process can have it.
     def free_memory(self) -> None:
         """Return the GPU memory that holds no data to the GPU, for servers that share it."""
         ...

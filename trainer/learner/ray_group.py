@@ -133,8 +133,10 @@ class LearnerGroup:
         if Path(model_path).exists():
             model_path = Path(model_path).absolute()
         [address, *_] = self._call("address")
+        # Ranks of a node share its cores.
         on_node = [sum(other.node == place.node for other in self.places) for place in self.places]
         ranks = enumerate(on_node)
+        # NCCL reads them once in a process, when it is first used.
         variables = {name: os.environ[name] for name in SHARED_VARIABLES if name in os.environ}
         given = (config, model_path, sampling)
         self._call("join", *((*given, rank, count, num, address, variables) for rank, num in ranks))
@@ -166,6 +168,7 @@ class LearnerGroup:
     def step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
         """Take a step, each rank on its share; raises `LearnerLost` if a rank fails."""
         with self.lock:
+            # Put once: ranks that share a network read the same object.
             sent = [ray.put(share) for share in shares(minibatches, self._layout.data_parallel(len(self.workers)))]
             by_rank: list[StepStats] = self._call("learner.step", *((sent[number],) for number in self._share_of_rank))
             self.steps_done += 1
@@ -231,6 +234,7 @@ class LearnerGroup:
             here = "127.0.0.1"
         else:
             here = ray.util.get_node_ip_address()
+        # What is local to the command may be another host to rank 0.
         hosts = [here if host in LOCAL_HOSTS else host for host in hosts]
         return self._call("sender.open_group", (name, hosts, num_receivers))[0]
 
@@ -308,6 +312,7 @@ class LearnerGroup:
             what = "died: it was killed, ran out of memory, or waited too long for another (learner_timeout_s)"
         else:
             what = f"failed in {method}: {end_of_traceback(str(error))}"
+        # Until then it is the start that has failed, which a setting may have caused.
         if not self._is_joined:
             if self.device.type == "cuda":
                 flag = "--num-gpus"
@@ -322,6 +327,7 @@ class LearnerGroup:
     def _end_ranks(self) -> None:
         """Kill all ranks and free their places; a call that waits for a rank, or for a place, fails."""
         for worker in self.workers:
+            # A rank that waits in a collective would not answer a request to end.
             ray.kill(worker)
         if self._reserved is not None:
             remove_placement_group(self._reserved)

@@ -153,9 +153,11 @@ class LearnerWorker:
 
     def share_weights(self) -> WeightHandles:
         """Return the handles of `trainer.learner.cuda_ipc.lend_weights` on rank 0; they are valid until `take_back`."""
+        # A push that failed may have left weights lent.
         self.take_back()
         if self._rank == 0:
             return self._loan.enter_context(share_weights(self.learner))
+        # Rank 0 gathers from all, so each must take part to the end.
         for _ in self.learner.stream():
             pass
         return WeightHandles()

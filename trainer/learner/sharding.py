@@ -44,6 +44,7 @@ def freeze_vision(model: PolicyModel, dtype: torch.dtype | None = None) -> None:
     for parameter in tower.parameters():
         parameter.requires_grad_(False)
         if dtype is not None:
+            # Without updates it needs no precision for small ones.
             parameter.data = parameter.data.to(dtype)
 
 
@@ -66,9 +67,11 @@ def shard(model: PolicyModel, config: LearnerConfig, mesh: DeviceMesh, dtype: to
     recompute(model.blocks, config.recompute)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if config.offload == "all":
+        # From pinned memory a GPU copies while it computes.
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     else:
         offload = OffloadPolicy()
+    # One rank gathers nothing, so it has nothing to free.
     reshards = config.reshard == "always" or (config.reshard == "auto" and mesh.size() > 1)
     for unit in model.units:
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshards)

@@ -113,12 +113,14 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         """
         with self.lock:
             if self.device.type == "cuda":
+                # So that the peak is that of this step.
                 torch.cuda.reset_peak_memory_stats(self.device)
             return self._step(minibatches)
 
     def _step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
         everything = [sample for samples in minibatches for sample in samples]
         most_turns = max((int(s.turns_T.max()) for s in everything), default=0)
+        # A tower that one rank runs communicates with those of all ranks.
         images, turns = self._max_over_ranks([float(any(s.images for s in everything)), float(most_turns)])
         any_images = images > 0
         sums = StepSums.zero(int(turns), self.device)
@@ -167,6 +169,7 @@ class StepLearner(abc.ABC, Generic[BatchT]):
 
     def _batches(self, bins: Sequence[list[Row]], any_images: bool) -> Iterator[BatchT]:
         """Yield the micro-batches; a thread collates the next one while the network runs this one."""
+        # To collate is work of the CPU, in which the device would stand still.
         with ThreadPoolExecutor(1) as pool:
             coming = [pool.submit(alone, self._collate, rows, any_images) for rows in bins[:1]]
             for number in range(len(bins)):
@@ -210,12 +213,14 @@ class StepLearner(abc.ABC, Generic[BatchT]):
 
         def on_micro_batch(_: BatchT, logprobs_N: Tensor, __: Tensor) -> None:
             nonlocal total, count
+            # It stays on the device: to read it would wait for every micro-batch.
             total = total + logprobs_N.sum(dtype=torch.float64)
             count = count + len(logprobs_N)
 
         with self.lock:
             any_images = self._max_over_ranks([float(any(s.images for s in samples))])[0] > 0
             self._forward([self._bins(self._rows(samples))], any_images, on_micro_batch)
+            # Ranks that share a network have seen the same tokens, and one of them counts.
             if self._is_reporter:
                 mine = [total.item(), float(count)]
             else:
@@ -237,6 +242,7 @@ class StepLearner(abc.ABC, Generic[BatchT]):
             ModelTokens(
                 logprobs_N=logprobs_N,
                 entropy_N=entropy_N,
+                # Against itself the ratio is 1, and its gradient that of the log-prob.
                 old_logprobs_N=logprobs_N.detach() if old is None else _of(batch, old, self.device),
                 rollout_logprobs_N=batch.rollout_logprobs_N,
                 ref_logprobs_N=None if reference is None else _of(batch, reference, self.device),

@@ -50,6 +50,7 @@ class StepSums:
     @classmethod
     def zero(cls, num_turns: int, device: torch.device) -> StepSums:
         """Return the sums of no tokens; `num_turns` is the largest number of turns on any rank."""
+        # In float64 one token still counts in a sum of millions.
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return cls(device, LogprobSums(num_turns, device), zero, zero, zero)
 
@@ -61,6 +62,7 @@ class StepSums:
 
     def add(self, result: Objective, num_tokens: int) -> None:
         """Add the loss and the objective's own sums of a micro-batch of `num_tokens` model tokens."""
+        # A token that several updates train on counts as often in the objective's means.
         self.num_tokens_seen += num_tokens
         self.update_loss = self.update_loss + result.loss.detach()
         for name, value in result.sums.items():
@@ -82,12 +84,14 @@ class StepSums:
             self.loss = self.loss + self.update_loss
             self.grad_norms.append(grad_norm)
         self.num_skipped += not is_finite
+        # A skipped update must not make the next one look endless.
         self.update_loss = torch.zeros_like(self.update_loss)
         return is_taken
 
     def stats(self, lr: float, group: dist.ProcessGroup | None = None) -> StepStats:
         """Return the statistics of the step over all ranks, or those of a group; every one of them must call it."""
         names = list(self.objective)  # the same on all ranks: each rank runs as many micro-batches
+        # One copy from the device for all sums: each copy waits for it.
         mine = torch.stack([self.loss, self.entropy, *self.objective.values()]).tolist()
         values = [*mine[:2], float(self.num_tokens_seen), *mine[2:], *self.logprob_sums.sums]
         loss, entropy, seen, *rest = reduce_over_ranks(values, dist.ReduceOp.SUM, self.device, group)
@@ -116,6 +120,7 @@ def _by_key(measured: Sequence[tuple[TokenBatch, Tensor]]) -> dict[tuple[int, in
     samples = [sample for batch, _ in measured for sample in batch.samples]
     if not samples:
         return {}
+    # One copy for all samples, for the same reason as above.
     values_N = torch.cat([logprobs_N.float() for _, logprobs_N in measured]).cpu().numpy()
     ends = np.cumsum([int(sample.mask_T.sum()) for sample in samples])
     parts = np.split(values_N, ends[:-1])

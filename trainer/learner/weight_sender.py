@@ -73,6 +73,7 @@ class RankSender:
     def messages(self) -> Sequence[WeightMessage]:
         """Return what is sent, in order."""
         dtype = self.learner.dtype
+        # On the meta device, where the plan of a push takes no memory.
         empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in self.learner.shapes())
         return tuple(_message(bucket) for bucket in buckets(empty, self._bucket_values))
 
@@ -84,6 +85,7 @@ class RankSender:
             backend = "nccl"
         else:
             backend = "gloo"
+        # All ranks are called alike, though rank 0 alone sends.
         if dist.get_rank():
             return GroupAddress(name, "", 0, num_receivers + 1, backend)
         address = own_address(hosts)
@@ -117,6 +119,7 @@ class RankSender:
                     num_bytes += bucket.flat.nbytes
                 except GroupBroken as error:
                     fault = str(error)
+            # The rest of the time went into gathering, which the loop's iterator does.
             send_s += time.perf_counter() - started
         return Sent(num_bytes, time.perf_counter() - began - send_s, send_s, fault)
 

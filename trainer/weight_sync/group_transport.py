@@ -103,6 +103,7 @@ class GroupTransport(ServersTransport):
         fault = ""
         num_tries = 0
         while True:
+            # A dead server that is still in the group would break it for all.
             await self._drop_dead()
             servers = self.engine.servers.up
             if not servers:
@@ -148,6 +149,7 @@ class GroupTransport(ServersTransport):
         """
         counts = await asyncio.gather(*map(self._num_gpus, servers))
         hosts = [urlsplit(server.url).hostname or "" for server in servers]
+        # A server that still waits in an old group must not meet the members of the new one.
         name = f"trueturn-{secrets.token_hex(4)}"
         address = await asyncio.to_thread(self._sender.open_group, name, hosts, sum(counts))
 
@@ -155,12 +157,14 @@ class GroupTransport(ServersTransport):
             try:
                 await server.client.join_group(address, first_rank)
             except (ServerLost, ServerRefused) as error:
+                # Without this the other members would wait for this one to the end of their limit.
                 await asyncio.to_thread(cancel, address.host, address.port)
                 if isinstance(error, ServerLost):
                     self.engine.servers.report_lost(server, str(error), must_restart=True)
                 return str(error)
             return ""
 
+        # The learner is rank 0; a server has as many ranks as GPUs.
         ranks = [1 + sum(counts[:place]) for place in range(len(counts))]
         faults = await asyncio.gather(*map(one, servers, ranks), asyncio.to_thread(self._sender.join_group))
         return address, "; ".join(filter(None, faults))
@@ -200,6 +204,7 @@ class GroupTransport(ServersTransport):
         try:
             await self.engine.update(receive, version)
         except BaseException:
+            # A thread cannot be cancelled: the sender's ends once the group is broken.
             await give_up("the push was ended")
             raise
         finally:
@@ -214,6 +219,7 @@ class GroupTransport(ServersTransport):
             return
         clients = [server.client for server in self.engine.servers.up]
         leaving = (client.leave_group(group.address.name) for client in clients)
+        # A member that cannot answer has left already.
         await asyncio.gather(*leaving, asyncio.to_thread(self._sender.close_group), return_exceptions=True)
 
 
@@ -223,6 +229,7 @@ async def _unless(is_broken: asyncio.Event, call: Awaitable[None]) -> None:
     breaking = asyncio.ensure_future(is_broken.wait())
     try:
         await asyncio.wait((calling, breaking), return_when=asyncio.FIRST_COMPLETED)
+        # A server that has received everything may still be loading it.
         await asyncio.wait((calling,), timeout=STUCK_S)
         if not calling.done():
             raise ServerStuck(f"waited for another member of the group {STUCK_S:g} s after that was gone")

@@ -92,6 +92,7 @@ class WeightSync:
         started = time.perf_counter()
         push = await self._bring(version)
         push = replace(push, seconds=time.perf_counter() - started)
+        # All pushes go the same way, and a probe costs both sides a forward pass.
         if self._is_push_probed:
             return push
         push = replace(push, probe_gap=await self.probe())
@@ -133,6 +134,7 @@ class WeightSync:
         return gap
 
     def _distance(self, one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+        # An image token is never sampled, so its log-prob tells nothing.
         gap = float(np.abs(one - other)[self._text_T].mean())
         # NaN compares as False
         if np.isfinite(gap):

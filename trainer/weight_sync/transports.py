@@ -142,8 +142,10 @@ class DiskTransport(Transport[T]):
 
     def save(self) -> Path:
         """Return a checkpoint folder with the learner's current weights; it is written once per step."""
+        # A server that comes back asks in another thread, perhaps in the middle of a step.
         with self.learner.lock:
             version = self.learner.steps_done
+            # Several servers may come back in one step.
             if self._saved_version != version:
                 self.learner.save(self._folder_of(version), self.learner.dtype)
                 self._saved_version = version
@@ -162,11 +164,13 @@ class ServersTransport(DiskTransport[ServersEngine]):
 
     def __init__(self, learner: Learner, engine: ServersEngine, folder: Path) -> None:
         super().__init__(learner, engine, folder)
+        # A server that restarts has nothing of what was sent before.
         engine.current_weights = self.save
 
     async def start(self) -> None:
         """Start the servers. External servers may hold any weights, so they get the learner's at once."""
         await super().start()
+        # Servers that the run starts load version 0 themselves.
         if not self.engine.are_started_here:
             await self.push(0)
 
@@ -196,6 +200,7 @@ class IpcTransport(ServersTransport):
         here = self._node()
         if not any(client.node == here for client in clients):
             return await super()._push(version)
+        # Written once for all far servers, before GPU memory is lent to the near ones.
         if any(client.node != here for client in clients):
             await asyncio.to_thread(self.save)
 
@@ -231,6 +236,7 @@ class AdapterTransport(Transport[ServersEngine]):
             UserError: a server cannot be started or found, or refuses the adapter although it is required.
         """
         await self.engine.start()
+        # Flags of a server may allow adapters, and it may still refuse this one.
         reason = await self.engine.offer_adapter(await asyncio.to_thread(self.learner.adapter))
         if reason and self._is_required:
             raise refused(reason)

@@ -122,6 +122,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         return single_rows(samples, padding_multiple(self.layout))
 
     def _collate(self, rows: list[Row], any_images: bool) -> ThdBatch:
+        # Every rank must run as many micro-batches as the others.
         rows = rows or [filler_row(self.model, with_image=False)]
         return self._thd(rows)
 
@@ -129,6 +130,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         return thd_batch(rows, padding_multiple(self.layout), self.network.context, self.device)
 
     def _bins(self, rows: Sequence[Row]) -> list[list[Row]]:
+        # Without TransformerEngine, attention takes one stream at a time.
         if self.network.is_packed:
             return super()._bins(rows)
         most = int(self._max_over_ranks([float(len(rows))])[0])
@@ -184,6 +186,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         if self._is_reporter:
             stats = sums.stats(lr, self.network.groups.get_data_parallel_group())
         shared = [replace(stats, logprobs={}) if stats else None]
+        # Ranks of earlier stages have seen no log-prob.
         dist.broadcast_object_list(shared, src=self._first_reporter, device=self.device)
         assert shared[0] is not None, "the first reporter has the statistics"
         return replace(shared[0], logprobs=stats.logprobs if stats else {})
@@ -200,6 +203,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
 
         with self.lock, torch.no_grad():
             self.network.run(iter([batch]), 1, SamplingDistribution(), seen=on_micro_batch)
+            # Only ranks of the last stage know log-probs.
             dist.broadcast(values_N, src=self._first_reporter)
         return values_N.cpu().numpy()
 

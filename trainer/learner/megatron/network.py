@@ -234,6 +234,7 @@ class MegatronNetwork:
             "position_ids": torch.from_numpy(
                 row.positions_3T[:, None] if self.reads_images else row.positions_3T[:1, mine_L]
             ).to(device),
+            # Packed streams are told apart by `packed_seq_params`.
             "attention_mask": None,
             "packed_seq_params": self._packed(batch) if self.is_packed else None,
             "output_processor": _scores,

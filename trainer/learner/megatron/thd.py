@@ -57,6 +57,7 @@ class ThdRow:
         mine_L = self.split(context)[rank]
         local_T[mine_L] = np.arange(len(mine_L))
         local_N = local_T[self.before_N]
+        # -1: another CP rank has the logits that predict the token.
         chosen = np.flatnonzero(local_N >= 0)
         return chosen, local_N[chosen]
 
@@ -91,8 +92,10 @@ def thd_row(samples: Sequence[TrainingSample], multiple: int = 1) -> ThdRow:
             last = sample.positions_3T[:, -1:]
         else:
             last = np.zeros((3, 1), np.int64)
+        # Any id will do: no token that is trained sees padding.
         ids.append(np.pad(sample.ids_T, (0, size - own)))
         positions.append(np.concatenate([sample.positions_3T, last + 1 + np.arange(size - own)], axis=1))
+        # The logits at t - 1 predict token t.
         before.append(np.flatnonzero(sample.mask_T) - 1 + start)
         starts.append(start + size)
     return ThdRow(
@@ -117,6 +120,7 @@ def padding_multiple(layout: Layout) -> int:
         chunks = 2 * layout.context
     else:
         chunks = 1
+    # Tensor ranks share out what is on one CP rank once more.
     return chunks * (layout.tensor if layout.sequence else 1)
 
 
@@ -133,6 +137,7 @@ def zigzag(starts_S1: NDArray[np.int32], context: int) -> list[NDArray[np.int64]
         assert (end - start) % (2 * context) == 0, f"a stream of {end - start} tokens in {2 * context} chunks"
         chunks = np.arange(start, end).reshape(2 * context, -1)
         for rank, own in enumerate(ranks):
+            # An early chunk attends to few tokens, a late one to many: a pair costs each rank the same.
             own += [chunks[rank], chunks[2 * context - 1 - rank]]
     return [np.concatenate(own) for own in ranks]
 
@@ -161,4 +166,5 @@ class PaddedRow(Row):
 
 def single_rows(samples: Sequence[TrainingSample], multiple: int) -> list[Row]:
     """Return a row for each sample."""
+    # One stream a row: bins still put several of them into a micro-batch.
     return [PaddedRow((sample,), multiple) for sample in samples]
