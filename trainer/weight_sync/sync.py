@@ -102,6 +102,7 @@ class WeightSync:
     async def _bring(self, version: int) -> WeightPush:
         """Pause the engine, push to it, and let it go on."""
         if self.pauses_to_train:
+            # Servers on the same GPU need room for the weights that are sent to them.
             await asyncio.to_thread(self.learner.free_memory)
         # Paused before anything is sent: a token must not be written by weights of which a part is new.
         await self.engine.pause()

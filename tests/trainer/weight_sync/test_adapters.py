@@ -97,7 +97,11 @@ def external(url: str, checkpoint: Path) -> SGLangSettings:
     return SGLangSettings(str(checkpoint), urls=(url,), start_timeout_s=60)
 
 
-@pytest.fixture(scope="module", params=[(OLD, 1), (NEW, 2)], ids=["old", "new, two GPUs"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((OLD, 1), marks=pytest.mark.slow), (NEW, 2)],
+    ids=["old", "new, two GPUs"],
+)
 def adapting_server(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     release, num_gpus = request.param
     with serving(checkpoint, *TAKES_ADAPTERS, "--release", release, "--tp-size", str(num_gpus)) as url:

@@ -207,6 +207,7 @@ class MegatronNetwork:
 
             return self._forward(model, batch, distribution), finish
 
+        # Megatron chooses by the number of stages: with one it is a plain loop.
         schedule = get_forward_backward_func()
         for chunk in self.chunks:
             chunk.train(loss_of is not None)
