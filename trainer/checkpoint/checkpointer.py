@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 #: The folder of a checkpoint that the learner's ranks write.
 LEARNER = "learner"
 MANIFEST = "manifest.json"
-SCHEMA_VERSION = 1
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".writing"
 _BLOCK = 1 << 20
@@ -201,11 +200,11 @@ def damage(checkpoint: Checkpoint) -> str | None:
         manifest = json.loads(read_text(checkpoint.folder / MANIFEST, MANIFEST, MODEL_BYTES))
         step = manifest["step"]
         written = dict(manifest["files"])
+        found = _fingerprints(checkpoint.folder)
     except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+        return f"{MANIFEST}, or a file that it names, cannot be read ({type(error).__name__})"
     if step != checkpoint.step:
         return f"{MANIFEST} is of step {step}"
-    found = _fingerprints(checkpoint.folder)
     changed = next((name for name in written if found.get(name) != written[name]), None)
     if changed is None:
         return None
@@ -219,7 +218,7 @@ def _write_manifest(folder: Path, step: int) -> None:
         if path.is_file():
             _sync(path)
     target = folder / MANIFEST
-    text = json.dumps({"schema": SCHEMA_VERSION, "step": step, "files": _fingerprints(folder)}, indent=1)
+    text = json.dumps({"step": step, "files": _fingerprints(folder)}, indent=1)
     target.write_text(text, encoding="utf-8")
     _sync(target)
     _sync(folder)
