@@ -359,6 +359,8 @@ def start_ray(cluster: ClusterConfig, more_cpus: int = 0) -> bool:
     """
     if ray.is_initialized():
         return False
+    # The group reports a failure once, by the rank's name: Ray would print those of the other ranks too.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if not cluster.ray_address:
         try:
             begin_ray("", num_cpus=cluster.num_ranks + more_cpus, num_gpus=cluster.num_gpus)
