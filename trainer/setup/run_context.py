@@ -239,6 +239,6 @@ def changed_settings(checkpoint: Checkpoint, config: RunConfig | SftConfig) -> l
     old = validate(type(config), read_file(type(config), checkpoint.folder / CONFIG))
     return [
         f"{path[-1]} {before!r} -> {now!r} from step {checkpoint.step + 1}"
-        for path, (now, before) in changed(config, old).items()
+        for path, (before, now) in changed(config, old).items()
         if path != RESUME
     ]
