@@ -39,7 +39,7 @@ from benchmarks.report import RESULTS, commit, markdown
 from tests.tiny_models import write_tiny_model
 from tests.trainer.steps import random_samples
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.learner import BackendConfig, LearnerConfig, OptimConfig
+from trainer.config.learner import LayoutConfig, LearnerConfig, OptimConfig
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.megatron.kernels import load_kernels
 from trainer.learner.weights_io import empty_model
@@ -53,12 +53,11 @@ PARAMS = SamplingParams(temperature=0.7)
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run sets besides its layout. `pads`: all micro-batches have one length."""
+    """What a run sets besides its layout."""
 
     optim: OptimConfig = OPTIM
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LEARNER
-    pads: bool = False
 
     def minibatches(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
         """Return the samples of each update."""
@@ -87,7 +86,6 @@ SETTINGS: dict[str, Settings] = {
         optim=OPTIM.model_copy(update={"minibatches": 2}), algorithm=AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
     ),
     "frozen tower": Settings(learner=LEARNER.model_copy(update={"freeze_vision": True})),
-    "padded rows": Settings(pads=True),
 }
 #: The layouts that are compared under all settings.
 UNDER_ALL = ("tp 2 sp", "pp 2", "cp 2")
@@ -194,7 +192,7 @@ def megatron_learner(case: Case, folder: Path, flags: dict[str, Any], device: st
         settings.optim,
         settings.algorithm,
         settings.learner,
-        backend=BackendConfig(backend="megatron", pad_microbatches=settings.pads, **flags),
+        backend=LayoutConfig(backend="megatron", **flags),
         device=device,
         dtype=getattr(torch, case.dtype),
         changed=changes(flags, device),

@@ -95,7 +95,7 @@ async def measure(options: argparse.Namespace, folder: Path, learner: FSDPLearne
             learner.steps_done += 1
             del held
             row["push_s"] = (await sync.push(step)).seconds
-            row |= {"after_gib": used_gib(), "gap": (await sync.probe()).gap}
+            row |= {"after_gib": used_gib(), "gap": await sync.probe()}
             rows.append({name: round(value, 4) for name, value in row.items()})
             print(rows[-1], flush=True)
         print("\n".join(engine.servers.events), flush=True)

@@ -1,8 +1,5 @@
 """A run killed over and over against one that is not: `python -m benchmarks.resume_drill --kills 20 --steps 30`.
 
-With `--faults`, runs that lose one part each, on two Ray nodes of this machine or on what further flags say
-(`--num-gpus 2 --num-servers 2`): a table of the seconds until that step is done, and of episodes lost or twice.
-
 Kills come with SIGKILL at random moments: while the model is loaded, episodes are played, weights change, or a
 checkpoint is written. The run goes on with `--resume` each time. At the end, metrics, recorded episodes, weights and
 optimizer state are compared with those of the unbroken run, bit for bit; left out are times, what the image store of a
@@ -14,30 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from agents.recording import Recording
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
-from tests.recordings import episodes_in
-from tests.trainer.checkpoint.learner_drill import MOMENTS, Fault, fault_at, kill_server, ranks_of, signal_rank
 from tests.trainer.runs import PATIENT, episodes_of, metrics_of, num_lines, num_members, state_of
-from trainer.rollouts.live import LiveRollouts
-from trainer.run import run
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pillow")
 SMALL = {
@@ -123,115 +112,6 @@ def compare(unbroken: Path, broken: Path, steps: int) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Recovery:
-    """How a run got over a fault, in seconds from the fault to the end of the step that it hit."""
-
-    fault: str
-    moment: str
-    seconds: float
-    episodes_lost: int
-    episodes_twice: int
-    equals_unbroken: bool
-
-
-#: What is lost, at which moment and step.
-FAULTS: dict[str, tuple[tuple[str, int], ...]] = {
-    "rank": tuple((moment, 2 if moment == "checkpoint" else 4) for moment in MOMENTS),
-    "stopped-rank": (("update, early", 4),),
-    "node": (("update, middle", 4),),
-    "server": (("rollout", 4), ("update, middle", 4)),
-    "driver": (("rollout", 3),),
-    "driver-twice": (("rollout", 3),),
-}
-
-
-def played(folder: Path) -> Counter[str]:
-    """Return how often each episode is in a run's recording."""
-    return Counter(str(episode["id"]) for episode in episodes_in(folder))
-
-
-def recovery(fault: str, moment: str, seconds: float, unbroken: Path, folder: Path) -> Recovery:
-    """Compare a run that has lost something with one that has not. With servers or GPUs its figures are others."""
-    first, second = played(unbroken), played(folder)
-    twice = sum(count - 1 for count in second.values())
-    is_equal = metrics_of(unbroken) == metrics_of(folder) and episodes_of(unbroken) == episodes_of(folder)
-    return Recovery(fault, moment, round(seconds, 1), len(first.keys() - second.keys()), twice, is_equal)
-
-
-def driver_killed(folder: Path, argv: list[str], step: int, is_twice: bool) -> float:
-    """Kill the command once a step is logged, and again while it resumes; return the seconds until the next step."""
-    assert kill_once(folder, argv, step, 0.1), "the run ended before the kill"
-    began, logged = time.monotonic(), num_lines(folder / "metrics.jsonl")
-    if is_twice:
-        assert kill_once(folder, argv, 0, 8.0), "the run ended before the second kill"
-    resumed = start(folder, argv)
-    while num_lines(folder / "metrics.jsonl") <= logged and resumed.poll() is None:
-        time.sleep(0.02)
-    seconds = time.monotonic() - began
-    assert resumed.wait() == 0, (folder.parent / f"{folder.name}.log").read_text()[-2000:]
-    return seconds
-
-
-def try_faults(names: list[str], moments: list[str], argv: list[str], place: Path) -> Iterator[Recovery]:
-    """Run once undisturbed, and once with every moment of each fault, or with these moments alone."""
-    from ray.cluster_utils import Cluster
-
-    has_cluster = any(word in argv for word in ("--num-gpus", "--ray-address"))
-    nodes = None if has_cluster else Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    if nodes:
-        argv = [*argv, "--num-learners", "2", "--ray-address", str(nodes.address)]
-    others: dict[str, Any] = {}
-
-    def add_node() -> None:
-        node = nodes.add_node(num_cpus=1) if nodes else None
-        others[node.node_id if node else ""] = node
-
-    def remove_node(rollouts: LiveRollouts) -> None:
-        assert nodes, "a node is removed from a cluster of this machine alone"
-        nodes.remove_node(others.pop(ranks_of(rollouts).places[1].node), allow_graceful=False)
-
-    faults: dict[str, Fault] = {
-        "rank": signal_rank(-1),
-        "stopped-rank": signal_rank(-1, signal.SIGSTOP),
-        "node": remove_node,
-        "server": kill_server(),
-    }
-    try:
-        add_node()
-        unbroken = place / "unbroken"
-        assert run([*argv, "--out", str(place), "--name", "unbroken"]) == 0
-        for name in names:
-            for number, (moment, step) in enumerate(FAULTS[name]):
-                folder, is_driver = place / f"{name}-{number}", name.startswith("driver")
-                if moments and moment not in moments and not is_driver:
-                    continue
-                if is_driver:
-                    seconds = driver_killed(folder, argv, step, name == "driver-twice")
-                    yield recovery(name, "after a step", seconds, unbroken, folder)
-                    continue
-                if name == "node" and nodes:
-                    add_node()
-                variables = {"TRUETURN_LEARNER_TIMEOUT_S": "10"} if name == "stopped-rank" else {}
-                with patch.dict(os.environ, variables), fault_at(moment, step, faults[name]) as drill:
-                    assert run([*argv, "--out", str(place), "--name", folder.name]) == 0
-                yield recovery(name, moment, drill.seconds, unbroken, folder)
-    finally:
-        if nodes:
-            nodes.shutdown()
-
-
-def measure_faults(names: list[str], moments: list[str], argv: list[str], out: Path, at: str, command: str) -> None:
-    """Try faults; print a row for each, and write them as they come."""
-    found: list[Recovery] = []
-    with tempfile.TemporaryDirectory() as place:
-        for one in try_faults(names, moments, argv, Path(place)):
-            found.append(one)
-            print(one, flush=True)
-            write_result(out, command, {"recoveries": [asdict(one) for one in found]}, at, (*PACKAGES, "ray"))
-    print(markdown(tuple(asdict(found[0])), [tuple(asdict(one).values()) for one in found]))
-
-
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -239,19 +119,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "resume_drill.json")
-    parser.add_argument("--faults", nargs="+", choices=tuple(FAULTS), help="lose these parts in place of the kills")
-    parser.add_argument(
-        "--moments", nargs="+", choices=MOMENTS, default=[], help="of ranks and servers; all by default"
-    )
     args, extra = parser.parse_known_args()
     at, rng = commit(), random.Random(args.seed)
     argv = [word for pair in SMALL.items() for word in pair] + ["--steps", str(args.steps), *extra]
-    if args.faults:
-        out = args.out if args.out.name != "resume_drill.json" else RESULTS / "recovery.json"
-        measure_faults(
-            args.faults, args.moments, argv, out, at, f"python -m benchmarks.resume_drill {shlex.join(sys.argv[1:])}"
-        )
-        return
     # Every fifth kill comes while the model is loaded; the others at a step and some way into what follows it.
     targets = sorted(rng.randrange(args.steps) for _ in range(args.kills))
     with tempfile.TemporaryDirectory() as place:

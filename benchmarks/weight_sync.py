@@ -1,7 +1,7 @@
 """Seconds and GB/s of each way by which weights reach a server on another GPU. Needs 2 GPUs of one host, and no Ray.
 
 `python -m benchmarks.weight_sync`: a learner of the shape of Qwen3-VL-2B with fresh weights on GPU 0, an SGLang server
-on GPU 1. Each transport pushes `--rounds` times, with other weights each time; checksums and a probe follow every push.
+on GPU 1. Each transport pushes `--rounds` times, with other weights each time; a probe follows every push.
 The link between both GPUs is measured beside it: torch's broadcast over NCCL of 1 GiB, and a plain copy. Prints a table
 and writes `benchmarks/results/weight_sync.json`. On a CPU, to try it:
 
@@ -45,7 +45,6 @@ from trainer.setup.components import sampling_params
 from trainer.weight_sync.group_transport import GroupTransport
 from trainer.weight_sync.sync import WeightSync
 from trainer.weight_sync.transports import IpcTransport, ServersTransport
-from trainer.weight_sync.weight_checks import WeightChecks
 
 TRANSPORTS = ("ipc", "nccl", "disk")
 #: Bytes that measure the link.
@@ -136,15 +135,11 @@ async def measure(options: argparse.Namespace, folder: Path, renderer: Renderer)
         prompt = with_system_prompt(spec.load_dataset("train", 1, 0), spec.load_system_prompt())[0].prompt
         sender = RankSender(learner)
         probed, files = renderer.prompt(prompt), folder / "sync"
-        checks = WeightChecks(engine, sender)
         transports: Mapping[str, ServersTransport] = {
             "disk": ServersTransport(learner, engine, files),
             "ipc": IpcTransport(learner, engine, files, partial(share_weights, learner)),
             "nccl": GroupTransport(learner, engine, files, sender),
         }
-        for transport in transports.values():
-            transport.checks = checks
-
         sync = WeightSync(learner, transports["disk"], probed.ids, probed.images, model.image_token_id, 0.2)
         began = time.perf_counter()
         print(f"probe at the start: {await sync.start()}; server up after {time.perf_counter() - began:.0f} s more")
@@ -158,9 +153,8 @@ async def measure(options: argparse.Namespace, folder: Path, renderer: Renderer)
                         if on_gpu:
                             torch.cuda.reset_peak_memory_stats()
                         push = await sync.push(learner.steps_done)
-                        probe = push.probe or await sync.probe()
                         row = {"transport": name, "push": number, "version": learner.steps_done, **push.metrics()}
-                        row |= {"probe_gap": probe.gap, "engine_moved": probe.engine_moved}
+                        row["probe_gap"] = await sync.probe()
                         if on_gpu:
                             row["peak_gib"] = (torch.cuda.max_memory_allocated() - base) / 2**30
                         rows.append(row)

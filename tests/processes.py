@@ -139,3 +139,14 @@ def _command(module: str, argv: Sequence[str], cwd: Path, env: Mapping[str, str]
     sys.argv = [module, *argv]
     sys.modules.pop(module, None)  # as in a new interpreter: it is run, not imported
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def kill_listener(url: str) -> None:
+    """Kill the process that was started to listen at a URL, and its group if it leads one."""
+    port, killed = url.rpartition(":")[2].encode(), 0
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        words, pid = file.read_bytes().split(b"\0") if file.exists() else [], int(file.parent.name)
+        if b"--port" in words and words[words.index(b"--port") + 1] == port:
+            (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
+            killed += 1
+    assert killed, f"no process of this host listens at {url}"

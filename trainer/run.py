@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agents.cli.text import path_text
 from agents.recording.run_files import CONFIG, METRICS
 from envs.config.cli import exit_code, parse
-from envs.config.sources import Sources
 from envs.console import Console
 from envs.errors import UserError
 from trainer.checkpoint.run_dir import new_folder
-from trainer.checkpoint.settings_parts import parts_until
 from trainer.config.inputs import check_sources
 from trainer.config.run import FIRST_SETTINGS, RunConfig
 from trainer.config.sources import FIXED, SOURCES, STAGES, check_resumable, read_config, with_whole_paths
@@ -32,21 +30,17 @@ if TYPE_CHECKING:
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags and train; return the exit code."""
     description = "Train a policy by reinforcement in an environment."
-    parts = run_parts(
-        lambda sources: parse(RunConfig, argv, "python -m trainer.run", description, sources, FIRST_SETTINGS)
-    )
-    check_settings(parts[0])
+    config = with_whole_paths(parse(RunConfig, argv, "python -m trainer.run", description, SOURCES, FIRST_SETTINGS))
+    check_settings(config)
     # Imported late, so that --help and a wrong setting answer at once.
     from trainer.checkpoint.session import RunFailed
 
     try:
-        if train_parts(parts, open_console(), process_age_s()).is_interrupted:
+        if train(config, open_console(), process_age_s()).is_interrupted:
             return 130
         return 0
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
-        if error.is_interrupted:
-            return 130
         return 1
 
 
@@ -56,42 +50,6 @@ class FinishedRun:
 
     folder: Path
     is_interrupted: bool
-
-
-def run_parts(read: Callable[[Sources], RunConfig]) -> list[RunConfig]:
-    """Return the configurations to train by, one after the other.
-
-    There are several for `--replay-rollouts` of a run that was resumed with other settings: each step then has those of
-    the recorded step. `read` returns the configuration that the user gave, over what it inherits from the recording.
-    """
-    config = with_whole_paths(read(SOURCES))
-    run = config.stages.replay_rollouts
-    if run and not config.checkpoint.resume:
-        recorded = parts_until(run, config.steps)
-    else:
-        recorded = []
-    ends = [*(part.first_step - 1 for part in recorded[1:]), config.steps]
-    parts = []
-    for part, end in zip(recorded, ends, strict=False):
-        own = with_whole_paths(read(replace(SOURCES, inherit_file=f"{part.file.parent.name}/{part.file.name}")))
-        # The next part goes on from a checkpoint.
-        kept = own.checkpoint.model_copy(update={"save_every": own.checkpoint.save_every or end})
-        parts.append(
-            own.model_copy(update={"steps": end, "checkpoint": kept if end < config.steps else own.checkpoint})
-        )
-    return parts or [config]
-
-
-def train_parts(parts: Sequence[RunConfig], console: Console, age_s: float = 0.0) -> FinishedRun:
-    """Train by the first configuration, and resume the run with each further one. Raises as `train` does."""
-    first, *others = parts
-    finished = train(first, console, age_s)
-    for part in others:
-        if finished.is_interrupted:
-            break
-        checkpoint = part.checkpoint.model_copy(update={"resume": finished.folder})
-        finished = train(part.model_copy(update={"checkpoint": checkpoint}), console)
-    return finished
 
 
 def check_settings(config: RunConfig) -> None:
@@ -178,7 +136,7 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     for note in (*notes, f"{last}; run folder {path_text(context.folder)}"):
         console.print(note, soft_wrap=True)
     with Display(console) as display:
-        session, summary = run_to_end(restarting(context, rollouts, display), "trainer.run", context.folder)
+        session, summary = run_to_end(run_loop(context, rollouts, display), "trainer.run", context.folder)
     print_training_summary(console, session.before, session.after, session.ends, context.spec.success_rule)
     if best := session.best:
         where = f"after step {best.step}, in {path_text(context.folder / BEST)}"
@@ -206,23 +164,12 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     return FinishedRun(context.folder, session.is_interrupted)
 
 
-async def restarting(
-    context: RunContext, rollouts: Rollouts, display: Display
-) -> tuple[TrainingSession, dict[str, Any]]:
-    """Run the loop to its end, over losses of the learner; engine and servers last from one start to the next."""
-    from trainer.checkpoint.restarts import run_restarting
-    from trainer.learner.protocol import LearnerLost
+async def run_loop(context: RunContext, rollouts: Rollouts, display: Display) -> tuple[TrainingSession, dict[str, Any]]:
+    """Run the training loop to its end, then end the engine and its servers."""
     from trainer.loop import run_training
 
-    async def training(now: RunContext) -> tuple[TrainingSession, dict[str, Any]]:
-        try:
-            return await run_training(now, rollouts, display)
-        except LearnerLost:
-            await now.weight_sync.begin_training()  # the new ranks load their weights where servers had memory
-            raise
-
     try:
-        return await run_restarting(context, training, context.config.checkpoint.max_restarts)
+        return await run_training(context, rollouts, display)
     finally:
         await rollouts.close()
 

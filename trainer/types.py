@@ -157,8 +157,7 @@ class StepStats:
     """Statistics of one training step, over all model tokens of the step on all ranks.
 
     - `loss`, `grad_norm`: means over the updates that the step took; 0 if it took none, because no minibatch had a
-      gradient, or a finite one. `objective`: the objective's own metrics, means over the tokens of all minibatches,
-      and `ref_kl_max`, that of the token with the largest.
+      gradient, or a finite one. `objective`: the objective's own metrics, means over the tokens of all minibatches.
     - `num_skipped`: updates that were skipped because their loss or gradient was not finite.
     - `rollout_train_kl`: the k3 estimate, mean(rho - 1 - log rho) with log rho = trainer - rollout log-prob, under the
       weights that the step starts from. `kl_by_turn[k - 1]` is the same over the tokens of turn k alone.

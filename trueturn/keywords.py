@@ -112,7 +112,6 @@ class TrainKeywords(RunKeywords, total=False):
     etp: int
     cp: int
     sp: bool
-    pad_microbatches: bool
     num_gpus: int
     num_learners: int
     ray_address: str
@@ -179,7 +178,6 @@ class TrainKeywords(RunKeywords, total=False):
     save_every: int
     keep_checkpoints: int
     resume: Place | None
-    max_restarts: int
     tracker: (
         Literal["tensorboard", "wandb", "trackio"] | Code | Sequence[Literal["tensorboard", "wandb", "trackio"] | Code]
     )

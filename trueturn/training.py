@@ -10,7 +10,7 @@ from agents.types import Trajectory
 from envs.errors import UserError
 from trainer.callbacks import Callback
 from trainer.config.run import RunConfig
-from trainer.config.sources import SOURCES
+from trainer.config.sources import SOURCES, with_whole_paths
 from trueturn.arguments import NOT_GIVEN, public
 from trueturn.background import run_beside, run_blocking
 from trueturn.environment import Environment, as_environment
@@ -103,7 +103,7 @@ def _train(
 ) -> Run:
     # Imported late: it loads torch.
     from trainer.metrics.console import open_console
-    from trainer.run import check_settings, run_parts, train_parts
+    from trainer.run import check_settings, train
 
     own: dict[str, Any] = {}
     if reward_funcs or reward_weights is not None:
@@ -119,6 +119,6 @@ def _train(
     else:
         environment = as_environment(env).settings
     given = {**environment, **settings, **own}
-    parts = run_parts(lambda sources: config_of(RunConfig, sources, given, config))
-    check_settings(parts[0])
-    return Run(Path(train_parts(parts, open_console()).folder))
+    run_config = with_whole_paths(config_of(RunConfig, SOURCES, given, config))
+    check_settings(run_config)
+    return Run(Path(train(run_config, open_console()).folder))

@@ -137,10 +137,6 @@ class WeightClient(Protocol):
         """Leave a process group."""
         ...
 
-    async def checksums(self) -> list[dict[str, str]]:
-        """Return the checksums of all tensors by the server's own names, for each of its GPUs."""
-        ...
-
 
 class WeightServer(Protocol):
     """One server of an engine."""

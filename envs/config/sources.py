@@ -57,7 +57,6 @@ class Sources:
         resume: field that names a run folder to resume; its `config.yaml` is then the lowest layer.
         inherit: field that names a run folder, perhaps a stranger's, from which a new run inherits settings: without a
             run to resume, its `config.yaml` is the lowest layer, if it has one.
-        inherit_file: the file of that folder which holds the settings.
         inherited: sections and fields that `inherit` takes; it leaves out all others.
         shared: model of another command. Environment variables of its fields are ignored where this command has no such
             field, so a variable that is exported for one command does not stop another.
@@ -75,7 +74,6 @@ class Sources:
     ready: Path
     resume: FieldPath = ()
     inherit: FieldPath = ()
-    inherit_file: str = "config.yaml"
     inherited: tuple[FieldPath, ...] = ()
     shared: type[BaseModel] | None = None
     other_names: Callable[[], Mapping[str, Mapping[str, str]]] = dict
@@ -152,7 +150,7 @@ class Sources:
                 raise UserError(setting.place, rule, setting.value, "give the folder of a run")
             return self._of_run(model, file, setting)
         if (setting := above.get(self.inherit)) and setting.value:
-            file = Path(setting.value) / self.inherit_file
+            file = Path(setting.value) / "config.yaml"
             if file.is_file():
                 found = self._of_run(model, file, setting)
             else:

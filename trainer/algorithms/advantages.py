@@ -179,6 +179,7 @@ def state_before(episode: Trajectory, k: int) -> str:
                 seen = image_digest(image.convert("RGB"))
             else:
                 seen = part.get("text")
+            # The same words of a tool and of a user are different states.
             digest.update(repr((message["role"], seen)).encode())
     return digest.hexdigest()
 
@@ -219,6 +220,7 @@ def compute_advantages(groups: Sequence[TrajectoryGroup], config: AlgorithmConfi
         by_group = own_advantages(groups, config)
     result: list[list[Advantage | None]] = []
     for group, advantages_G in zip(groups, by_group, strict=True):
+        # The functions saw valid episodes alone: broken ones get their places back.
         valid = iter(advantages_G)
         result.append([next(valid) if t.end_reason.is_valid else None for t in group.trajectories])
     return result

@@ -43,6 +43,7 @@ def token_weights(lengths_S: Sequence[int], mode: AggregationName, constant: int
         raise ValueError(f"aggregation 'constant' divides by a positive number of tokens, got {constant}")
     lengths = np.asarray(lengths_S, dtype=np.float64)
     weights_S = np.zeros_like(lengths)
+    # An update without tokens has no denominator.
     if (lengths > 0).any():
         weights_S[lengths > 0] = AGGREGATIONS[mode](lengths[lengths > 0], constant)
     return weights_S

@@ -61,6 +61,7 @@ def mis(tokens: ModelTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     that 0 for both.
     """
     gap_N = tokens.old_logprobs_N - tokens.rollout_logprobs_N
+    # A product of thousands of ratios would leave float32, the sum of their logarithms does not.
     gap_S = gap_N.new_zeros(tokens.num_samples).index_add_(0, tokens.sample_N, gap_N)
     return _within(gap_S.exp()[tokens.sample_N], config)
 
@@ -96,6 +97,7 @@ def find_correction(name: str) -> Correction:
             weight_N, clipped_N = found
             check_shape(weight_N, tokens)
             check_shape(clipped_N, tokens)
+        # A correction weighs the loss, and is not itself learnt.
         return weight_N.detach(), clipped_N
 
     return checked

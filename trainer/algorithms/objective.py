@@ -31,14 +31,11 @@ class Objective:
     - `correction_mean`, `correction_clipped_frac`: the weight of `--correction`, and tokens that it clipped or dropped.
     - `ref_kl`: the KL to the reference by `kl_estimator`, if there is a reference.
 
-    `ref_kl_max`, of which the maximum is taken, is that KL of the token where it is largest.
-
     Example: a step of 10 tokens in two micro-batches with `clip_frac` 1 and 2 has a clip fraction of 0.3.
     """
 
     loss: Tensor
     sums: dict[str, Tensor]
-    ref_kl_max: Tensor | None = None
 
 
 def skips_zero_advantages(config: AlgorithmConfig) -> bool:
@@ -58,6 +55,7 @@ def objective(tokens: ModelTokens, config: AlgorithmConfig) -> Objective:
     tokens = replace(tokens, old_logprobs_N=old_N, rollout_logprobs_N=rollout_N)
     correction_N, cut_N = find_correction(config.correction)(tokens, config)
     policy = find_policy_loss(config.policy_loss)(tokens, config)
+    # Only this term is an expectation under the engine's policy.
     per_token_N = correction_N * policy.loss_N
     means = {
         "clip_frac": policy.clipped_N,
@@ -74,7 +72,7 @@ def objective(tokens: ModelTokens, config: AlgorithmConfig) -> Objective:
             per_token_N = per_token_N + config.kl_coef * kl_N
     if config.entropy_coef:
         per_token_N = per_token_N - config.entropy_coef * tokens.entropy_N
+    # A sum, not a mean: the weights hold the denominator of the whole step.
     loss = (tokens.weights_N * per_token_N).sum()
     sums = {name: value_N.detach().sum(dtype=torch.float64) for name, value_N in means.items()}
-    ref_kl_N = means.get("ref_kl", loss.new_zeros(0)).detach()
-    return Objective(loss, sums, ref_kl_N.max().double() if len(ref_kl_N) else None)
+    return Objective(loss, sums)

@@ -76,6 +76,7 @@ def gspo(tokens: ModelTokens, config: AlgorithmConfig) -> PolicyTerms:
     zeros_S = detached_N.new_zeros(tokens.num_samples)
     total_S = zeros_S.index_add(0, sample_N, detached_N)
     length_S = zeros_S.index_add(0, sample_N, torch.ones_like(detached_N))
+    # A sample may have no token here, and then no token reads its mean.
     mean_N = (total_S / length_S.clamp(min=1.0))[sample_N]
     return _clipped((mean_N + log_ratio_N - detached_N).exp(), tokens.advantages_N, config)
 
@@ -100,6 +101,7 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, config: AlgorithmConfig) -> 
     loss_N = torch.maximum(free_N, bounded_N)
     clipped_N = bounded_N > free_N
     if config.dual_clip:
+        # There the loss grows with rho without a bound.
         most_N = torch.where(advantages_N < 0, -config.dual_clip * advantages_N, torch.inf)
         clipped_N = clipped_N | (loss_N > most_N)
         loss_N = torch.minimum(loss_N, most_N)
@@ -162,6 +164,7 @@ def reference_kl(logprobs_N: Tensor, ref_logprobs_N: Tensor, estimator: KLEstima
         return gap_N
     if estimator == "k2":
         return gap_N.square() / 2
+    # Near 0 the estimate is a difference of nearly equal numbers.
     return _k3(-gap_N.double()).to(gap_N.dtype)
 
 

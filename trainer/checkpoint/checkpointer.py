@@ -8,6 +8,7 @@ which the next one deletes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from envs.config.text_files import MODEL_BYTES, read_text
 from envs.errors import UserError
 from trainer.config.run import CheckpointConfig
+from trainer.learner.dcp_state import reason
 from trainer.learner.protocol import CheckpointFailed, Learner
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,6 @@ logger = logging.getLogger(__name__)
 #: The folder of a checkpoint that the learner's ranks write.
 LEARNER = "learner"
 MANIFEST = "manifest.json"
-SCHEMA_VERSION = 1
 _NAME = re.compile(r"step-(\d+)")
 _UNFINISHED = ".writing"
 _BLOCK = 1 << 20
@@ -82,6 +83,7 @@ class Checkpoints:
         #: The last finished step and the function that gives its files; None while the weights are changing.
         self._stands: tuple[int, Files] | None = None
         folder.mkdir(parents=True, exist_ok=True)
+        # Of a process that was killed while it wrote.
         for left in folder.glob(f"*{_UNFINISHED}"):
             shutil.rmtree(left, ignore_errors=True)
         self.newest_step = max((checkpoint.step for checkpoint in found_steps(folder)), default=None)
@@ -144,8 +146,6 @@ class Checkpoints:
             whole = self.folder / f"step-{step}"
             # Files first, then the manifest, then the name: whoever finds the name finds everything.
             _write_manifest(part, step)
-            if whole.exists():  # left by a run that was rolled back
-                whole.rename(_free_name(whole, "abandoned"))
             part.rename(whole)
             _sync(self.folder)
         except (OSError, CheckpointFailed) as error:
@@ -153,6 +153,7 @@ class Checkpoints:
             self._give_up(step, error)
             return
         self.newest_step = step
+        # Not before the new one is whole: until then an old one is the newest.
         for old in found_steps(self.folder)[self.config.keep_checkpoints :]:
             shutil.rmtree(old.folder, ignore_errors=True)
 
@@ -167,13 +168,7 @@ class Checkpoints:
             there = f"the newest is that of step {kept[0].step}"
         else:
             there = "there is none yet"
-        logger.warning(f"the checkpoint of step {step} could not be written, {there}: {_reason(error)} ({self.folder})")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error)
+        logger.warning(f"the checkpoint of step {step} could not be written, {there}: {reason(error)} ({self.folder})")
 
 
 def found_steps(folder: Path) -> list[Checkpoint]:
@@ -191,7 +186,9 @@ def newest_whole(folder: Path) -> Checkpoint | None:
         fault = damage(checkpoint)
         if fault is None:
             return checkpoint
-        aside = _free_name(checkpoint.folder, "damaged")
+        names = (f"step-{checkpoint.step}.damaged{number or ''}" for number in itertools.count())
+        aside = next(path for path in map(folder.joinpath, names) if not path.exists())
+        # Some of its files may still be of use to somebody.
         checkpoint.folder.rename(aside)
         logger.warning(f"the checkpoint of step {checkpoint.step} is damaged and skipped: {fault}; it is now {aside}")
     return None
@@ -201,65 +198,55 @@ def damage(checkpoint: Checkpoint) -> str | None:
     """Return the fault of a checkpoint's files, or None."""
     try:
         manifest = json.loads(read_text(checkpoint.folder / MANIFEST, MANIFEST, MODEL_BYTES))
-        schema = manifest["schema"]
         step = manifest["step"]
-        files = dict(manifest["files"])
+        written = dict(manifest["files"])
+        found = _fingerprints(checkpoint.folder)
     except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError) as error:
-        return f"{MANIFEST} cannot be read ({type(error).__name__})"
-    if schema != SCHEMA_VERSION:
-        return f"{MANIFEST} is of schema {schema}, this version reads {SCHEMA_VERSION}"
+        return f"{MANIFEST}, or a file that it names, cannot be read ({type(error).__name__})"
     if step != checkpoint.step:
         return f"{MANIFEST} is of step {step}"
-    if not files:
-        return f"{MANIFEST} names no files"
-    paths = [checkpoint.folder / name for name in files]
-    with ThreadPoolExecutor() as pool:
-        for path, now, then in zip(paths, pool.map(_fingerprint, paths), files.values(), strict=True):
-            if now is None:
-                return f"{path.name} is missing or cannot be read"
-            if list(now) != then:
-                return f"{path.name} has {now[0]} bytes, CRC {now[1]:08x}; written were {then[0]}, CRC {then[1]:08x}"
-    return None
+    changed = next((name for name in written if found.get(name) != written[name]), None)
+    if changed is None:
+        return None
+    name = Path(changed).name
+    return f"{name} has size and CRC-32 {found.get(changed)}, written were {written[changed]}"
 
 
 def _write_manifest(folder: Path, step: int) -> None:
     """Sync all files to disk, and write the manifest with their fingerprints."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in paths:
-        _sync(path)
-    with ThreadPoolExecutor() as pool:
-        prints = list(pool.map(_fingerprint, paths))
-    files = {str(path.relative_to(folder)): found for path, found in zip(paths, prints, strict=True)}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _sync(path)
     target = folder / MANIFEST
-    target.write_text(json.dumps({"schema": SCHEMA_VERSION, "step": step, "files": files}, indent=1), encoding="utf-8")
+    text = json.dumps({"step": step, "files": _fingerprints(folder)}, indent=1)
+    target.write_text(text, encoding="utf-8")
     _sync(target)
     _sync(folder)
 
 
-def _fingerprint(path: Path) -> tuple[int, int] | None:
-    """Return size and CRC-32 of a file, None where it cannot be read."""
-    if not path.is_file():  # to read a pipe may take for ever
-        return None
-    size = crc = 0
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                size = size + len(block)
-                crc = zlib.crc32(block, crc)
-    except OSError:
-        return None
-    return size, crc
+def _fingerprints(folder: Path) -> dict[str, list[int]]:
+    """Return size and CRC-32 of every file but the manifest, by its path in the folder."""
+    # Regular files alone: to read a pipe may take for ever.
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    # zlib lets other threads run meanwhile.
+    with ThreadPoolExecutor() as pool:
+        prints = list(pool.map(_fingerprint, paths))
+    return {str(path.relative_to(folder)): found for path, found in zip(paths, prints, strict=True)}
+
+
+def _fingerprint(path: Path) -> list[int]:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            crc = zlib.crc32(block, crc)
+    return [path.stat().st_size, crc]
 
 
 def _sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on disk."""
+    # A folder cannot be opened in another way.
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _free_name(path: Path, word: str) -> Path:
-    names = (path.with_name(f"{path.name}.{word}{number or ''}") for number in range(1_000_000))
-    return next(name for name in names if not name.exists())

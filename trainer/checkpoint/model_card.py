@@ -1,41 +1,29 @@
 """The README.md of a model folder, in the form of the Hugging Face hub: where the weights come from.
 
-A model folder is shared, so the card has no path, address or host name: a folder or file goes by its own name, and of
-the settings only numbers, switches and words of a fixed choice are shown.
+A model folder is shared, so the card has no path, address or host name: a folder or file goes by its own name.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from agents.recording.manifest import software_versions
-from envs.config.files import text_of
-from envs.config.plugins import plugin_name
-from envs.config.settings import FieldPath, changed, flag_of, leaves, takes_references, words_of
 from envs.safe_text import write_text
-from trainer.checkpoint.settings_parts import settings_changes
 
 CARD = "README.md"
-#: Settings that the card names elsewhere, and those that say where a run was, not what it was.
-_NOT_LISTED = {"env", "registry", "data", "eval_data", "model", "rollout_only", "replay_rollouts", "resume"}
-_NOT_LISTED_SECTION = "log"
 
 
 @dataclass(frozen=True)
 class ModelCard:
     """What a card says. `step` is the step of the weights, `ending` how the run ended, `tables` are titles and rows.
 
-    `parts` are the settings until then, each with the first step that had them. The first row of a table holds its
-    headings. `results` are figures of the weights by name, for the hub, of the kind `metric`, `measured_on` a data set
-    or environment.
+    The first row of a table holds its headings.
 
     Example: `ModelCard(name="first", task="reinforcement learning in `geo3k`", base_model="starter", ...)`.
     """
@@ -45,14 +33,10 @@ class ModelCard:
     tags: tuple[str, ...]
     base_model: str
     data: tuple[str, ...]
-    parts: Sequence[tuple[int, BaseModel]]
     step: int
     ending: str
     tables: tuple[tuple[str, Sequence[Sequence[str]]], ...]
-    results: Mapping[str, float]
-    measured_on: str
     sees_images: bool
-    metric: str = "accuracy"
 
     def text(self, image: str = "") -> str:
         """Return the card; `image` is a file beside it."""
@@ -70,9 +54,6 @@ class ModelCard:
             yield from markdown_table(rows)
         if image:
             yield f"![the curves of the run]({image})\n"
-        yield "## Settings\n"
-        yield from self._settings()
-        yield from self._changes()
         yield "## Software\n"
         yield ", ".join(f"{name} {version}" for name, version in software_versions().items()) + "\n"
 
@@ -81,66 +62,24 @@ class ModelCard:
             task = "image-text-to-text"
         else:
             task = "text-generation"
-        if is_hub_id(self.base_model):
-            public = {"base_model": self.base_model}
-        else:
-            public = {}
-        datasets = [name for name in dict.fromkeys(self.data) if is_hub_id(name)]
-        metrics = [{"type": self.metric, "name": name, "value": value} for name, value in self.results.items()]
-        result = {
-            "task": {"type": task},
-            "dataset": {"name": shared_name(self.measured_on), "type": shared_name(self.measured_on)},
-            "metrics": metrics,
-        }
-        return {
-            **public,
+        matter: dict[str, Any] = {
             "library_name": "transformers",
             "pipeline_tag": task,
             "tags": ["trueturn", *self.tags],
-            **({"datasets": datasets} if datasets else {}),
-            **({"model-index": [{"name": self.name, "results": [result]}]} if metrics else {}),
         }
-
-    def _settings(self) -> Iterator[str]:
-        """Yield the settings of the last step that differ from their defaults; of free text only the flag."""
-        _, config = self.parts[-1]
-        fields = dict(leaves(type(config)))
-        rows = []
-        unnamed = []
-        for path, (default, value) in _listed(changed(config, type(config)())):
-            flag = flag_of(path[-1], fields[path])
-            annotation = fields[path].annotation
-            if shown := _shown(value, annotation):
-                rows.append((f"`{flag}`", shown, _shown(default, annotation) or "empty"))
-            else:
-                unnamed.append(f"`{flag}`")
-        yield from markdown_table([("setting", "value", "default"), *rows]) if rows else ["All have their defaults.\n"]
-        if unnamed:
-            yield f"Also set: {', '.join(unnamed)}.\n"
-
-    def _changes(self) -> Iterator[str]:
-        """Yield the settings that the run changed on its way, where it was resumed."""
-        rows = []
-        for (_, before), (step, after) in pairwise(self.parts):
-            fields = dict(leaves(type(after)))
-            for path, (old, new) in _listed(settings_changes(before, after)):
-                shown = [_shown(value, fields[path].annotation) or "empty or free text" for value in (old, new)]
-                rows.append((f"`{flag_of(path[-1], fields[path])}`", *shown, str(step)))
-        if rows:
-            yield from markdown_table([("changed when resumed", "before", "after", "from step"), *rows])
-
-
-def _listed(found: Mapping[FieldPath, tuple[Any, Any]]) -> list[tuple[FieldPath, tuple[Any, Any]]]:
-    """Return the settings that a card shows."""
-    return [
-        (path, pair) for path, pair in found.items() if path[-1] not in _NOT_LISTED and path[0] != _NOT_LISTED_SECTION
-    ]
+        # The hub links what is on it; a name from here would lead nowhere.
+        if is_hub_id(self.base_model):
+            matter["base_model"] = self.base_model
+        if datasets := [name for name in dict.fromkeys(self.data) if is_hub_id(name)]:
+            matter["datasets"] = datasets
+        return matter
 
 
 def write_card(card: ModelCard, folder: Path, image: Path) -> None:
     """Write the card into a model folder, with a copy of the image if there is one."""
     has_image = image.is_file()
     if has_image:
+        # A link out of the folder would be broken on the hub.
         shutil.copyfile(image, folder / image.name)
     write_text(folder / CARD, card.text(image.name if has_image else ""))
 
@@ -163,6 +102,7 @@ def ending_of(num_steps: int, planned: int, stopped_by: str, is_interrupted: boo
 
 def is_hub_id(name: str) -> bool:
     """Return whether a model or data set is on the hub, not here."""
+    # A path has a slash too: what exists here is not meant for the hub.
     return "/" in name and not Path(name).is_absolute() and not Path(name).exists()
 
 
@@ -174,6 +114,7 @@ def shared_name(name: str) -> str:
     """
     if is_hub_id(name):
         return name
+    # The folders above tell of a user and a machine.
     return Path(name).name
 
 
@@ -181,18 +122,6 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of a table; the first row holds the headings."""
     head, *others = rows
     for cells in (head, ["---"] * len(head), *others):
+        # A bar in a cell would begin a new column.
         yield f"| {' | '.join(cell.replace('|', ' ') for cell in cells)} |"
     yield ""
-
-
-def _shown(value: Any, annotation: Any) -> str:
-    """Return a value that says nothing of where the run was; empty for any other."""
-    if isinstance(value, tuple):
-        return ", ".join(filter(None, (_shown(each, annotation) for each in value)))
-    if isinstance(value, bool | int | float):
-        return text_of(value)
-    if isinstance(value, str) and takes_references(annotation):
-        return plugin_name(value)
-    if str(value) in words_of(annotation):
-        return str(value)
-    return ""

@@ -25,7 +25,6 @@ from envs.execution.watchdog import WATCHDOG
 from trainer.callbacks import Callbacks, RunStart
 from trainer.checkpoint.cancel import cancel_on_request
 from trainer.checkpoint.checkpointer import Checkpoints, found_steps
-from trainer.checkpoint.restarts import RunLost
 from trainer.checkpoint.run_dir import CHECKPOINTS
 from trainer.config.run import CheckpointConfig, RunDirConfig
 from trainer.learner.protocol import Learner, LearnerLost
@@ -38,7 +37,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 #: Why an update is skipped.
 NOT_FINITE = "loss or gradient was not finite; look at the sizes of rewards, advantages and loss"
-MAX_STEPS_SHOWN = 5
 #: Errors of a full or broken disk: the run can be resumed later, or elsewhere.
 _DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -94,6 +92,7 @@ class RunSession(ABC, Generic[S]):
         self.state = state
         self.num_steps = num_steps
         self.display = display
+        # Rows after the checkpoint are of steps that are taken again.
         rewind(folder / METRICS, state.metrics_bytes)
         self._settings = settings
         self.callbacks = Callbacks(log.callback)
@@ -117,13 +116,12 @@ class RunSession(ABC, Generic[S]):
         """Await `body`; on Ctrl-C or SIGTERM keep everything so far. Returns the summary, which is also on disk.
 
         Raises:
-            RunLost: the learner was lost, in `body` or with the last files; all else is on disk.
+            LearnerLost: in `body` or with the last files; all else is on disk.
         """
+        # Schedulers end a job with SIGTERM, some time before they kill it.
         cancel_on_request()
         try:
             summary = await self._run(body)
-        except LearnerLost as error:
-            raise RunLost(str(error), self.step, error.fault, self.is_interrupted) from error
         finally:
             await self.close()
         self.callbacks.on_end(summary)
@@ -167,6 +165,7 @@ class RunSession(ABC, Generic[S]):
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             self.is_interrupted = True
+            # A second Ctrl-C must not leave the weights half changed either.
             while not task.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.shield(task)
@@ -230,6 +229,7 @@ class RunSession(ABC, Generic[S]):
         try:
             if has_weights:
                 self.checkpoints.close()
+            # Closing may have failed to write one more.
             summary["checkpoints_failed"] = self.checkpoints.num_failed
             (self.folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
             self.draw()
@@ -243,19 +243,12 @@ class RunSession(ABC, Generic[S]):
 def check_finite(summary: Mapping[str, Any], cause: str = NOT_FINITE) -> None:
     """Raise `RunFailed` if a finished run has skipped an update: it must not pass for one that went well."""
     if steps := summary["steps_skipped"]:
-        shown = ", ".join(map(str, steps[:MAX_STEPS_SHOWN])) + ", ..." * (len(steps) > MAX_STEPS_SHOWN)
+        shown = ", ".join(map(str, steps))
         raise RunFailed(f"updates were skipped in {counted(len(steps), 'step')} ({shown}): {cause}")
 
 
 class RunFailed(RuntimeError):
-    """Learner, servers, disk, weights or token streams failed a run; the message says how, and how to resume it.
-
-    `is_interrupted` if the user had asked it to end.
-    """
-
-    def __init__(self, message: str, is_interrupted: bool = False) -> None:
-        super().__init__(message)
-        self.is_interrupted = is_interrupted
+    """Learner, servers, disk, weights or token streams failed a run; the message says how, and how to resume it."""
 
 
 def resume_hint(module: str, folder: Path) -> str:
@@ -275,7 +268,7 @@ def run_to_end(training: Coroutine[Any, Any, T], module: str, folder: Path) -> T
     try:
         return asyncio.run(training)
     except (RunFault, EngineDown, OSError) as error:
+        # Any other is a fault of the program, of which the traceback tells more.
         if isinstance(error, OSError) and error.errno not in _DISK_FAULTS:
             raise
-        is_interrupted = isinstance(error, RunLost) and error.is_interrupted
-        raise RunFailed(f"{error}; {resume_hint(module, folder)}", is_interrupted) from error
+        raise RunFailed(f"{error}; {resume_hint(module, folder)}") from error

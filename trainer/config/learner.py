@@ -34,7 +34,7 @@ class LayoutConfig(Section):
         default=False, description="share the tokens between the matrices among the --tp ranks (sequence parallel)"
     )
 
-    @field_validator("tp", "pp", "ep", "etp", "cp", "sp", "pad_microbatches", check_fields=False)
+    @field_validator("tp", "pp", "ep", "etp", "cp", "sp")
     @classmethod
     def _has_a_reader(cls, value: Any, info: ValidationInfo) -> Any:
         default = cls.model_fields[str(info.field_name)].default
@@ -50,17 +50,7 @@ class LayoutConfig(Section):
         return value
 
 
-class BackendConfig(LayoutConfig):
-    """Backend of the learner, its layout and its options."""
-
-    pad_microbatches: bool = Field(
-        default=False,
-        description="pad every micro-batch to --max-tokens-per-microbatch, so all have one shape: pipeline stages need "
-        "not tell each other its length, and GPU memory stays in one piece",
-    )
-
-
-class ClusterConfig(BackendConfig):
+class ClusterConfig(LayoutConfig):
     """Learner processes and their backend. By default training runs in the process of the command, without Ray."""
 
     num_gpus: int = Field(
@@ -171,8 +161,7 @@ class LearnerConfig(Section):
     reshard: Reshard = Field(
         default="auto",
         description="when to free gathered weights. always: after each forward and backward pass; never: only after an "
-        "update, with one gradient reduction for it (fastest, most memory); auto: always with several ranks, and on "
-        "GPUs never as soon as a step has left room for it",
+        "update, with one gradient reduction for it (fastest, most memory); auto: always with several ranks",
     )
     offload: Offload = Field(
         default="none",
@@ -181,8 +170,8 @@ class LearnerConfig(Section):
     )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="compile blocks and loss kernels with torch.compile; auto: on a GPU, unless the network is so "
-        "small, and the steps so few, that compiling takes longer than it saves",
+        description="compile blocks and loss kernels with torch.compile; auto: on a GPU, for networks "
+        "of 500 M parameters and more",
     )
     freeze_vision: bool = Field(default=False, description="do not train the vision tower")
     lora_rank: int = Field(

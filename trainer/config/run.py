@@ -87,13 +87,6 @@ class CheckpointConfig(Section):
     resume: Path | None = Field(
         default=None, description="run folder to resume from its newest complete checkpoint, with its settings"
     )
-    max_restarts: int = Field(
-        json_schema_extra=NO_FLAG,
-        default=3,
-        ge=0,
-        description="how often in a row to start lost learner processes again, from the newest complete checkpoint, "
-        "before the run gets further than it was; 0: end the run at the first loss",
-    )
 
 
 class RunDirConfig(Section):
@@ -212,10 +205,3 @@ class RunConfig(Section):
             rule = "needs servers that keep their memory while the learner trains"
             fix = "leave it out, or give --placement split"
             raise UserError("--keep-kv-cache", rule, "--placement colocate", fix)
-
-    @property
-    def most_tokens_trained(self) -> int:
-        """The tokens that each learner process trains on in all steps, at most."""
-        longest = min(self.model.context_length, self.data.max_prompt_tokens + self.env.max_new_tokens)
-        episodes = self.steps * self.rollout.problems_per_step * self.rollout.group_size * self.optim.epochs
-        return episodes * longest // max(1, self.cluster.num_ranks)

@@ -66,6 +66,7 @@ def training_samples(
             masked = config.mask_truncated and trajectory.end_reason.is_truncated
             if advantage is not None and trajectory.num_model_tokens and not masked:
                 chosen.append((trajectory, advantage))
+    # Over the whole update: micro-batches and ranks must not change a token's weight.
     lengths = [trajectory.num_model_tokens for trajectory, _ in chosen]
     weights_S = token_weights(lengths, config.aggregation, config.loss_constant or max_new_tokens)
     return [
@@ -107,6 +108,7 @@ def split_evenly(items: Sequence[T], parts: int) -> list[Sequence[T]]:
     >>> split_evenly([1, 2, 3, 4, 5], 2)
     [[1, 2, 3], [4, 5]]
     """
+    # An update without groups would still count as one.
     parts = max(1, min(parts, len(items)))
     bounds = [-(-len(items) * number // parts) for number in range(parts + 1)]
     return [items[start:end] for start, end in itertools.pairwise(bounds)]
@@ -125,6 +127,7 @@ def pack_rows(samples: Sequence[TrainingSample], max_tokens: int) -> list[Row]:
     rows: list[list[TrainingSample]] = []
     open_row: dict[object, list[TrainingSample]] = {}
     for sample in samples:
+        # Only the last row of a prompt is open, so that its samples stay in order.
         row = open_row.get(sample.prompt_key)
         if row is None or Row((*row, sample)).num_tokens > max_tokens:
             row = open_row[sample.prompt_key] = []
@@ -139,6 +142,7 @@ def balanced_bins(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
     Each row, longest first, goes into the emptiest bin; if one does not fit, a bin is added and all rows are dealt
     anew. A row of more than `max_tokens` has a bin of its own.
     """
+    # A row over the limit is trained all the same: nothing is cut.
     alone = [[row] for row in rows if row.num_tokens >= max_tokens]
     rest = sorted((row for row in rows if row.num_tokens < max_tokens), key=lambda row: -row.num_tokens)
     sizes = [row.num_tokens for row in rest]
@@ -146,6 +150,7 @@ def balanced_bins(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
     count = max(-(-sum(sizes) // max_tokens), sum(2 * size > max_tokens for size in sizes))
     while rest:
         bins: list[list[Row]] = [[] for _ in range(count)]
+        # Equal loads are a heap already.
         emptiest_first = [(0, index) for index in range(count)]
         for row, size in zip(rest, sizes, strict=True):
             filled, index = emptiest_first[0]
@@ -168,6 +173,7 @@ def filler_row(model: PolicyModel, with_image: bool) -> Row:
         images = (_smallest_image(model),)
     else:
         images = ()
+    # A prompt alone, of which no token is scored.
     ids_T = np.array([0, model.image_token_id if with_image else 0])
     grids = [image.grid_thw for image in images]
     filler = TrainingSample(
@@ -190,6 +196,7 @@ def _smallest_image(model: PolicyModel) -> ProcessedImage:
     vision = model.config.vision_config
     merge = model.merge_size
     patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    # The tower merges so many patches into one token.
     pixels_PD = np.zeros((merge * merge, patch_values), dtype=np.float32)
     return ProcessedImage("filler", pixels_PD, (1, merge, merge), num_tokens=1)
 
@@ -244,6 +251,7 @@ def token_batch(samples: Sequence[TrainingSample], device: torch.device | str) -
     counts = [int(s.mask_T.sum()) for s in samples]
 
     def tensor(array: np.ndarray) -> torch.Tensor:
+        # Kernels on the device wait for the copy in order, this thread need not.
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     return TokenBatch(

@@ -22,6 +22,7 @@ def build_learner(config: LearnerPlan, path: Path | str, sampling: SamplingParam
     """
     keep_kernels()
     dtype: torch.dtype = getattr(torch, config.model.dtype)
+    # Imported late: Megatron is installed on few machines.
     if config.cluster.backend == "megatron":
         from trainer.learner.megatron.learner import MegatronLearner
 

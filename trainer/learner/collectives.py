@@ -40,6 +40,7 @@ def reduce_over_ranks(
     values: list[float], op: dist.ReduceOp.RedOpType, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[float]:
     """Return the values reduced over all ranks, or those of a group, in float64. All must call it with as many."""
+    # In float64 a count of tokens is exact.
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=op, group=group)
     return tensor.tolist()

@@ -111,6 +111,7 @@ def handles(named: Sequence[tuple[str, Tensor]], counters: Counters) -> str:
     Notes their counters.
     """
     if named[0][1].is_cuda:
+        # A receiver must not copy before this process has finished writing.
         torch.cuda.synchronize()
     buffer = io.BytesIO()
     pickler = ForkingPickler(buffer)

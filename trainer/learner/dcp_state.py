@@ -1,19 +1,19 @@
 """Saves and restores the learner's state with `torch.distributed.checkpoint` (DCP), so that a run resumes exactly.
 
 Any number of ranks can read the folder. It holds the trained weights only: frozen weights are in the checkpoint that
-the run started from.
+the run started from. There is no state of random generators: nothing in a step draws.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -50,8 +50,10 @@ class StateWriter:
 
     def begin(self, state: dict[str, Any], folder: Path) -> None:
         """Copy a state to host memory and start writing it; every rank must call it."""
-        assert self._saving is None, "one state is written at a time"
+        with suppress(CheckpointFailed):  # of a state that another rank could not write, and gave up
+            self.is_written(wait=True)
         if self._group is None:
+            # What is written is on the CPU by then.
             group: Any = dist.new_group(backend="gloo")
             self._group = group
         answer: Any = async_save(state, checkpoint_id=folder, process_group=self._group)
@@ -80,7 +82,6 @@ def trained_state(model: PolicyModel, optimizer: torch.optim.Optimizer, steps_do
         "model": get_model_state_dict(model, options=_TRAINED),
         "optimizer": _optimizer_state(model, optimizer),
         _STEPS: torch.tensor(steps_done),
-        "random": {str(dist.get_rank()): _random_state()},
     }
 
 
@@ -102,7 +103,6 @@ def restore(folder: Path, model: PolicyModel, optimizer: torch.optim.Optimizer |
     """Fill the network, and the optimizer if one is given, from a folder; return the number of steps done.
 
     Every rank must call it. The number of ranks may differ from the one that wrote the folder: DCP cuts new shards.
-    The state of the random generators is restored only if the number of ranks is the same.
 
     Raises:
         UserError: the folder holds another network, or other adapters.
@@ -111,24 +111,19 @@ def restore(folder: Path, model: PolicyModel, optimizer: torch.optim.Optimizer |
     names = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=_TRAINED), _STEPS: torch.tensor(0)}
     wanted = {f"model.{name}" for name in state["model"]}
+    # In one of the two alone: another network, other adapters, or other frozen weights.
     if missing := wanted ^ {name for name in names if name.startswith("model.")}:
         rule = "must hold the network, and the adapters of it, that this run trains"
         fix = "leave --model, --freeze-vision and --lora-* as they were"
         raise UserError("--resume", rule, f"{sorted(missing)[0].removeprefix('model.')} in one alone", fix)
     if optimizer is not None:
         state["optimizer"] = _moments(model, optimizer, names)
-    rank = str(dist.get_rank())
-    saved_ranks = {name.split(".")[1] for name in names if name.startswith("random.")}
-    has_same_ranks = len(saved_ranks) == dist.get_world_size()
-    if has_same_ranks:
-        state["random"] = {rank: _random_state()}
     load(state, storage_reader=reader)  # in place: into the network's and the optimizer's own tensors
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             if name not in state["optimizer"]["state"]:
+                # Torch made zeros to be filled; AdamW would count their steps.
                 optimizer.state.pop(parameter, None)
-    if has_same_ranks:
-        _set_random_state(state["random"][rank])
     return int(state[_STEPS])
 
 
@@ -153,16 +148,3 @@ def reason(error: BaseException) -> str:
         return "the file could not be written to its end: the disk is full, or files have a largest size"
     lines = str(error).strip().splitlines()
     return next((line for line in reversed(lines) if "No space left" in line), lines[-1] if lines else repr(error))
-
-
-def _random_state() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        return states | {"cuda": torch.cuda.get_rng_state()}
-    return states
-
-
-def _set_random_state(states: dict[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])

@@ -9,7 +9,7 @@ Legend: N model tokens of a micro-batch or sample.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,8 @@ from trainer.learner.dcp_state import StateWriter, restore, trained_state
 from trainer.learner.lora import add_lora, disabled, is_adapter, merged_weights, packed_adapter, plain_name
 from trainer.learner.offload import OffloadedState
 from trainer.learner.sharding import (
-    ROOM_FRAC,
-    bytes_to_keep_gathered,
-    explain_reshard,
     freeze_vision,
     keep_gathered,
-    never_reshard,
     reshard,
     shard,
     trainable_parameters,
@@ -88,6 +84,7 @@ class FSDPLearner(StepLearner[MicroBatch]):
             add_lora(model, config, seed)
         self.model = self._sharded(model, path, seed)
         self._reference = self._build_reference(path)
+        # After sharding, so that its state is sharded as the parameters are.
         self.optimizer = torch.optim.AdamW(
             trainable_parameters(self.model),
             lr=optim.lr,
@@ -117,6 +114,7 @@ class FSDPLearner(StepLearner[MicroBatch]):
         """Return the reference network of the KL penalty; with LoRA it is the policy with its adapters switched off."""
         if not self.algorithm.kl_coef or self.config.lora_rank:
             return None
+        # It is never trained, so it needs no more precision than it computes in.
         model = empty_model(path, self.dtype)
         model.requires_grad_(False)
         return self._sharded(model, path, 0).eval()
@@ -128,15 +126,12 @@ class FSDPLearner(StepLearner[MicroBatch]):
         on_micro_batch: OnMicroBatch[MicroBatch],
         is_reference: bool = False,
     ) -> None:
+        network = self.model
+        adapters = contextlib.nullcontext()
         if is_reference and self._reference:
             network = self._reference
-        else:
-            network = self.model
-        # Without its adapters, the policy is its own reference.
-        if is_reference and not self._reference:
+        elif is_reference:  # without its adapters, the policy is its own reference
             adapters = disabled(self.model)
-        else:
-            adapters = contextlib.nullcontext()
         with torch.no_grad(), adapters:
             for bins in runs:
                 for batch in self._batches(bins, any_images):
@@ -198,20 +193,6 @@ class FSDPLearner(StepLearner[MicroBatch]):
             return self._state.on_device()
         return contextlib.nullcontext()
 
-    def choose_reshard(self) -> str:
-        """Decide `--reshard auto` by the memory that the first step left free; return what was chosen and why.
-
-        Every rank on a GPU must call it, after a step: its peak, and what servers take of the GPU, are then known.
-        """
-        memory = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
-        room = memory - torch.cuda.max_memory_allocated(self.device)
-        least = -int(self._max_over_ranks([-float(room)])[0])
-        need = bytes_to_keep_gathered(self.model, self.dtype)
-        self._keeps_gathered = need <= ROOM_FRAC * least
-        if self._keeps_gathered:
-            never_reshard(self.model)
-        return explain_reshard(self._keeps_gathered, need, least)
-
     def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob, at temperature 1, of each id of a stream but the first; every rank must call it.
 
@@ -227,6 +208,7 @@ class FSDPLearner(StepLearner[MicroBatch]):
         weights = self.weights(dtype, "cpu")
         if dist.get_rank() == 0:
             self.model.save(folder, dtype, weights)
+        # Nobody may read the folder before rank 0 has written it.
         dist.barrier()
 
     def begin_checkpoint(self, folder: Path) -> None:
@@ -264,13 +246,14 @@ class FSDPLearner(StepLearner[MicroBatch]):
             kept: dict[str, Tensor] = {}
             for name, weight in merged_weights(self.model, _whole):
                 if dist.get_rank() == 0:
+                    # Every rank gathers, since each holds a part; to keep all would fill every GPU.
                     kept[name] = weight.to(device or weight.device, dtype or weight.dtype)
             return kept
 
-    def stream(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights in `dtype`, adapters merged, by their names in a checkpoint, one at a time.
 
-        Every rank must take all, or all of `names` if these are given: each is gathered from the shards of all ranks.
+        Every rank must take all: each is gathered from the shards of all ranks.
         """
         with self.lock:
             reshard(self.model)
@@ -279,11 +262,7 @@ class FSDPLearner(StepLearner[MicroBatch]):
                 # Cast before they are gathered, shards are half as large; an adapter is merged in float32.
                 return _whole(weight if self.config.lora_rank else weight.detach().to(self.dtype))
 
-            if names is None:
-                only = None
-            else:
-                only = {f"backbone.{name}" for name in names}
-            for name, weight in merged_weights(self.model, whole, only):
+            for name, weight in merged_weights(self.model, whole):
                 yield name.removeprefix("backbone."), weight.to(self.device, self.dtype)
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:

@@ -49,6 +49,7 @@ class Layout:
             "etp": self.expert_tensor,
             "cp": self.context,
         }
+        # Sizes of 1 are the defaults: a command shows what is shared alone.
         words = [f"--{name} {size}" for name, size in sizes.items() if size > 1]
         return " ".join(["--backend megatron", *words, *(["--sp"] if self.sequence else [])])
 
@@ -72,6 +73,7 @@ class Layout:
         >>> [Layout(tensor=2, pipeline=2).data_rank(rank, 8) for rank in range(8)]
         [0, 0, 1, 1, 0, 0, 1, 1]
         """
+        # Ranks of one tensor group talk the most, so Megatron makes them neighbours, on one node.
         return rank // (self.tensor * self.context) % self.data_parallel(num_ranks)
 
     def first_of_last_stage(self, num_ranks: int) -> int:
@@ -80,6 +82,7 @@ class Layout:
         >>> Layout(tensor=2, pipeline=2).first_of_last_stage(8)
         4
         """
+        # The stage is the outermost part of a rank's number.
         return num_ranks // self.pipeline * (self.pipeline - 1)
 
     def expert_data_parallel(self, num_ranks: int) -> int:
@@ -88,5 +91,6 @@ class Layout:
 
 
 def _share(num_ranks: int, size: int) -> int:
+    # `check_layout` refuses it for a user: here it would be a fault of ours.
     assert num_ranks % size == 0, f"{num_ranks} ranks, groups of {size}"
     return num_ranks // size

@@ -32,11 +32,6 @@ def check_layout(layout: Layout, num_ranks: int, config: Any, ranks_flag: str = 
         raise broken
 
 
-def is_possible(layout: Layout, num_ranks: int, config: Any) -> bool:
-    """Return whether `check_layout` finds nothing."""
-    return next(_broken(layout, num_ranks, config, "--num-gpus"), None) is None
-
-
 def _broken(layout: Layout, num_ranks: int, config: Any, ranks_flag: str) -> Iterator[UserError]:
     """Yield an error for each rule that the layout breaks."""
     if config.model_type not in MODEL_TYPES:
@@ -67,6 +62,7 @@ def _not_whole(flag: str, num_ranks: int, sizes: dict[str, int]) -> UserError:
     used = {name: size for name, size in sizes.items() if size > 1}
     whole = math.prod(used.values())
     product = " x ".join(f"{name} {size}" for name, size in used.items())
+    # The next multiple is the least that a user has to add.
     more = -(-num_ranks // whole) * whole
     return UserError(flag, f"must be a multiple of {whole} = {product}", num_ranks, f"give {flag} {more}")
 
@@ -85,6 +81,7 @@ def _broken_sizes(layout: Layout, config: Any) -> Iterator[UserError]:
         if size % tensor:
             yield _not_divided("--tp", tensor, what, size)
     heads = text.num_key_value_heads
+    # With more ranks than key-value heads, several ranks hold the same head.
     if heads % tensor and tensor % heads:
         rule = f"must divide the {heads} key-value heads, or be a multiple of them"
         yield UserError("--tp", rule, tensor, _choices(heads))

@@ -60,6 +60,7 @@ class LogprobSums:
 
     def add(self, logprobs_N: Tensor, rollout_logprobs_N: Tensor, turns_N: Tensor) -> None:
         """Add tokens; `turns_N` holds the turn of each, from 1."""
+        # There is no maximum of nothing.
         if not len(turns_N):
             return
         kl_N = k3_kl(logprobs_N, rollout_logprobs_N)
@@ -96,6 +97,7 @@ class LogprobSums:
             kl=kl / max(1.0, count),
             kl_by_turn=tuple(total / max(1.0, tokens) for total, tokens in zip(kl_K, tokens_K, strict=True)),
             mean=gap / max(1.0, count),
+            # The upper edge of a bin may lie above the largest value.
             p99=min(largest, quantile(histogram_H, 0.99)),
             max=largest,
         )
@@ -110,6 +112,7 @@ def quantile(histogram_H: Sequence[float], share: float) -> float:
     >>> round(quantile(histogram, 0.99), 5), round(quantile(histogram, 0.995), 5)
     (0.01023, 1.02329)
     """
+    # A product that should be whole may be a hair above it.
     needed = math.ceil(share * sum(histogram_H) - 1e-9)
     seen = 0.0
     for index, count in enumerate(histogram_H):

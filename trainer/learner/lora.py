@@ -13,7 +13,7 @@ import base64
 import hashlib
 import math
 import pickle
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,7 @@ def add_lora(model: PolicyModel, config: LearnerConfig, seed: int = 0) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_adapter(name))
             if is_adapter(name):
+                # Steps of the optimizer are far smaller than the values: bfloat16 would round them away.
                 parameter.data = parameter.data.float()
                 if not parameter.is_meta:
                     parameter.copy_(initial_adapter(name, parameter.shape, seed))
@@ -79,16 +80,18 @@ def initial_adapter(name: str, shape: Sequence[int], seed: int) -> Tensor:
     The value depends only on name and seed, so it is the same for every number of ranks.
     """
     value = torch.zeros(*shape, dtype=torch.float32)
+    # With B = 0 the network begins as it is without adapters.
     if ".lora_B." in name:
         return value
+    # Python's own hash of a string differs from process to process.
     number = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")
     return nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=torch.Generator().manual_seed(number))
 
 
 def merged_weights(
-    model: nn.Module, whole: Callable[[Tensor], Tensor] = torch.Tensor.detach, only: Container[str] | None = None
+    model: nn.Module, whole: Callable[[Tensor], Tensor] = torch.Tensor.detach
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter with its adapter merged in, under the name that it has without adapters, or `only` some.
+    """Yield every parameter with its adapter merged in, under the name that it has without adapters.
 
     `whole` makes a full tensor of a parameter, for instance from its shards. It is called for one layer at a time, in
     the same order on all ranks. A weight with an adapter is W + (alpha / rank) B A, computed and returned in float32;
@@ -96,13 +99,14 @@ def merged_weights(
     """
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        if is_adapter(name) or (only is not None and plain_name(name) not in only):
+        if is_adapter(name):
             continue
         weight = whole(parameter)
         if name.endswith(f"{_BASE}weight"):
             layer = name.removesuffix(f"{_BASE}weight")
             a_RH, b_OR = (whole(parameters[f"{layer}.lora_{side}.{_ADAPTER}.weight"]) for side in "AB")
             module: Any = model.get_submodule(layer)
+            # In float32, since the product is small beside the weight that it is added to.
             weight = torch.addmm(weight.float(), b_OR.float(), a_RH.float(), alpha=module.scaling[_ADAPTER])
         yield plain_name(name), weight
 
@@ -119,6 +123,7 @@ def packed_adapter(
     layers: list[str] = []
     for name, parameter in model.named_parameters():
         if is_adapter(name):
+            # Servers expect the names that peft gives a whole model.
             layer, side = name.removeprefix("backbone.").removesuffix(f".{_ADAPTER}.weight").rsplit(".", 1)
             tensors[f"base_model.model.{layer}.{side}.weight"] = whole(parameter).to("cpu", dtype, copy=True)
             layers += [layer] if side == "lora_A" else []
@@ -133,6 +138,7 @@ def packed_adapter(
         "bias": "none",
     }
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    # As text, because servers take it in a request of JSON.
     return Adapter(config, base64.b64encode(pickle.dumps(tensors)).decode(), num_bytes, tuple(layers))
 
 

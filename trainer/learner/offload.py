@@ -44,6 +44,7 @@ class OffloadedState:
         assert not self._offloaded, "the state is on the host already"
         for state in self._optimizer.state.values():
             for name, value in state.items():
+                # A single number is not worth a copy.
                 if name == "step" or not isinstance(value, Tensor):
                     continue
                 if isinstance(value, DTensor):

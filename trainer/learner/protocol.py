@@ -5,7 +5,7 @@ A rank is an `FSDPLearner` or a `MegatronLearner`, behind the interface of a `Ra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -21,16 +21,10 @@ from trainer.types import RunFault, StepStats, TrainingSample
 
 
 class LearnerLost(RunFault):
-    """A learner process died, failed or gave no answer; all weights trained since the last checkpoint are lost.
-
-    `fault` is what the process raised, the same text each time that it raises it; empty if it died or hung.
-    """
-
-    def __init__(self, message: str, fault: str = "") -> None:
-        super().__init__(message)
-        self.fault = fault
+    """A learner process died, failed or gave no answer; all weights trained since the last checkpoint are lost."""
 
 
+# Not a `RunFault`: the run goes on, with the checkpoint before it.
 class CheckpointFailed(RuntimeError):
     """The learner's state could not be written; the learner itself still works."""
 
@@ -69,6 +63,7 @@ class Learner(Protocol):
         """Take one optimizer update per minibatch; return the statistics of the whole step."""
         ...
 
+    # torch keeps what it has freed for its own next tensors, where no other process can have it.
     def free_memory(self) -> None:
         """Return the GPU memory that holds no data to the GPU, for servers that share it."""
         ...
@@ -113,14 +108,6 @@ class Learner(Protocol):
         """
         ...
 
-    def restart(self) -> None:
-        """Start the processes of a lost learner again, with the weights of the model that it began with.
-
-        Raises:
-            LearnerLost: they cannot start; the message says what is missing.
-        """
-        ...
-
     def close(self) -> None:
         """End the processes of the learner. Another thread that waits for one gets `LearnerLost`."""
         ...
@@ -142,8 +129,8 @@ class WeightSource(Protocol):
         """The dtype of the weights."""
         ...
 
-    def stream(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full weights, or those of `names`, by their names in a checkpoint; every rank must take all."""
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full weights by their names in a checkpoint; every rank must take all."""
         ...
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -154,15 +141,6 @@ class WeightSource(Protocol):
 class RankLearner(Learner, WeightSource, Protocol):
     """One rank of a learner. Every method must be called on all ranks, since all take part in it."""
 
-    @property
-    def num_batches_begun(self) -> int:
-        """Micro-batches begun in all steps so far: shows others that a long step goes on."""
-        ...
-
     def weights(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """Return the full weights by parameter name on rank 0, cast and moved if asked."""
-        ...
-
-    def choose_reshard(self) -> str:
-        """Decide `--reshard auto` after a step; return what was chosen and why."""
         ...

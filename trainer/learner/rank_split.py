@@ -26,6 +26,7 @@ def split_samples(samples: Sequence[TrainingSample], num_ranks: int) -> list[lis
     loads = [0] * num_ranks
     dealt = [list[int]() for _ in range(num_ranks)]
     sizes = [(Row(tuple(samples[index] for index in group)).num_tokens, group) for group in groups.values()]
+    # The largest first, or one of them may come last onto a full rank.
     for size, group in sorted(sizes, key=lambda entry: -entry[0]):
         rank = loads.index(min(loads))
         loads[rank] += size

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import socket
-import sys
 import threading
-import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,27 +27,22 @@ from agents.types import ProcessedImage, SamplingParams
 from envs.errors import UserError, first_line
 from envs.workers.ray_worker import begin_ray
 from trainer.config.learner import ClusterConfig, LearnerPlan
-from trainer.learner.checksums import TensorSlice
 from trainer.learner.cuda_ipc import WeightHandles
 from trainer.learner.layout import Layout
 from trainer.learner.protocol import CheckpointFailed, LearnerLost
 from trainer.learner.rank_split import light_images, shares
-from trainer.learner.ray_worker import HEARTBEAT, LearnerWorker, Place
+from trainer.learner.ray_worker import LearnerWorker, Place
 from trainer.learner.reservation import Request, wait_for
 from trainer.learner.weight_group import SHARED_VARIABLES
 from trainer.learner.weight_sender import Sent
 from trainer.types import StepStats, TrainingSample
 
-logger = logging.getLogger(__name__)
-
 #: How long to wait for the head of a cluster to answer.
 ANSWER_S = 10.0
 #: How long to wait, after a rank has failed, for another rank whose death caused that failure.
 REASON_S = 3.0
-#: How often to ask ranks that work whether they go on, and for how long to wait for what they say.
-PULSE_S = 5.0
-#: Ranks that wait for a silent one give up after `learner_timeout_s`, and name it better than this process can.
-SLACK_S = 15.0
+#: How long to wait, when the group is closed, for a call of another thread to fail.
+CLOSE_S = 15.0
 #: What torch says where a rank does not fit, and what to do about it.
 OUT_OF_MEMORY = "CUDA out of memory"
 LESS_MEMORY = "give less --max-tokens-per-microbatch, or --recompute 1; python -m trainer.memory says what a run takes"
@@ -89,8 +81,6 @@ class LearnerGroup:
         """
         cluster, self._on_gpu = config.cluster, config.cluster.num_gpus > 0
         self._layout = Layout.of(cluster)
-        self._begun_with = (config, model_path, sampling)
-        self._given_room = reserved
         self.device = torch.device("cuda" if self._on_gpu else "cpu")
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.lock = threading.RLock()
@@ -98,54 +88,15 @@ class LearnerGroup:
         self.workers: list[Any] = []
         self.places: list[Place] = []
         self._lost: LearnerLost | None = None
-        self._ray_answered = time.monotonic()
-        self._written: list[bool] = []
-        self._fault = ""
         self._is_joined = False
-        self._is_reshard_open = False
-        self._ran_out = False
         self._reserved: PlacementGroup | None = None
         self._owns_ray = start_ray(cluster)
         try:
-            self._begin()
+            self._place(cluster, self._on_gpu, reserved)
+            self._join(config, model_path, sampling)
         except BaseException:
             self.close()
             raise
-        #: Whether servers of this host may open the weights of rank 0.
-        self._lends = self._on_gpu and self.is_here
-
-    def _begin(self) -> None:
-        config, model_path, sampling = self._begun_with
-        # Memory tells on a GPU only. With one rank there is nothing to gather.
-        is_open = self._on_gpu and config.cluster.num_ranks > 1 and config.learner.reshard == "auto"
-        self._is_reshard_open = is_open and config.cluster.backend == "fsdp" and not self._ran_out
-        self._place(config.cluster, self._on_gpu, self._given_room)
-        self._join(config, model_path, sampling)
-
-    def restart(self) -> None:
-        """End all ranks and start them again, where there is room now, with the weights of the model.
-
-        After one ran out of memory, `--reshard auto` takes no more of it.
-        """
-        with self.lock:
-            if self._lost and OUT_OF_MEMORY in self._lost.fault:
-                self._ran_out = True
-            self._end_ranks()
-            self.workers = []
-            self.places = []
-            self.steps_done = 0
-            self._is_joined = False
-            self._lost = None
-            try:
-                self._begin()
-            except (UserError, LearnerLost, RayError) as error:
-                self._lost = LearnerLost(f"the learner could not be started again: {error}")
-            else:
-                if self._lends and not self.is_here:
-                    self._lost = LearnerLost("no GPU of this host is free any more for learner rank 0")
-            if self._lost is not None:
-                self._end_ranks()
-                raise self._lost
 
     def _place(self, cluster: ClusterConfig, on_gpu: bool, reserved: PlacementGroup | None) -> None:
         """Start a process per rank. Ranks on this host come first: rank 0 hands weights over and writes files."""
@@ -157,8 +108,7 @@ class LearnerGroup:
             wait_for([reserved])  # Ray finds other places for those of a node that is gone
         except GetTimeoutError:
             raise request.no_room() from None
-        # Its types leave this option out.
-        actor = ray.remote(concurrency_groups={HEARTBEAT: 1})(LearnerWorker)  # pyright: ignore[reportCallIssue]
+        actor = ray.remote(LearnerWorker)
         for index in range(wanted):
             strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=index)
             options = actor.options(
@@ -183,8 +133,10 @@ class LearnerGroup:
         if Path(model_path).exists():
             model_path = Path(model_path).absolute()
         [address, *_] = self._call("address")
+        # Ranks of a node share its cores.
         on_node = [sum(other.node == place.node for other in self.places) for place in self.places]
         ranks = enumerate(on_node)
+        # NCCL reads them once in a process, when it is first used.
         variables = {name: os.environ[name] for name in SHARED_VARIABLES if name in os.environ}
         given = (config, model_path, sampling)
         self._call("join", *((*given, rank, count, num, address, variables) for rank, num in ranks))
@@ -215,13 +167,11 @@ class LearnerGroup:
 
     def step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
         """Take a step, each rank on its share; raises `LearnerLost` if a rank fails."""
-        with self.lock, self._watched():
+        with self.lock:
+            # Put once: ranks that share a network read the same object.
             sent = [ray.put(share) for share in shares(minibatches, self._layout.data_parallel(len(self.workers)))]
             by_rank: list[StepStats] = self._call("learner.step", *((sent[number],) for number in self._share_of_rank))
             self.steps_done += 1
-            if self._is_reshard_open and any(samples for samples in minibatches):
-                self._is_reshard_open = False
-                logger.info(self._call("learner.choose_reshard")[0])
             return replace(by_rank[0], logprobs={key: own for s in by_rank for key, own in s.logprobs.items()})
 
     def free_memory(self) -> None:
@@ -254,21 +204,11 @@ class LearnerGroup:
 
     def begin_checkpoint(self, folder: Path) -> None:
         """Let every rank write its shards in the background, into a folder that all hosts see."""
-        self._written = [False] * len(self.workers)
-        self._fault = ""
         self._call("learner.begin_checkpoint", (folder.absolute(),))
 
     def is_checkpoint_written(self, wait: bool) -> bool:
         """Return whether all ranks have written; raises `CheckpointFailed` if one could not."""
-        answers = self._call("checkpoint", (wait,))
-        self._written = [was or is_now for was, (is_now, _) in zip(self._written, answers, strict=True)]
-        fault = next((fault for _, fault in answers if fault), "")
-        self._fault = self._fault or fault
-        if not all(self._written):
-            return False
-        if self._fault:
-            raise CheckpointFailed(self._fault)
-        return True
+        return all(self._call("learner.is_checkpoint_written", (wait,)))
 
     def restore(self, folder: Path) -> None:
         """Let every rank read its shards; raises `UserError` for another network."""
@@ -284,11 +224,6 @@ class LearnerGroup:
             if self._lost is None:
                 self._call("take_back")
 
-    @property
-    def process(self) -> int:
-        """The id of the process of rank 0, which sends weights."""
-        return self.places[0].pid
-
     def messages(self) -> Sequence[WeightMessage]:
         """Return what `send_weights` sends, in order."""
         return self._call("sender.messages")[0]
@@ -299,6 +234,7 @@ class LearnerGroup:
             here = "127.0.0.1"
         else:
             here = ray.util.get_node_ip_address()
+        # What is local to the command may be another host to rank 0.
         hosts = [here if host in LOCAL_HOSTS else host for host in hosts]
         return self._call("sender.open_group", (name, hosts, num_receivers))[0]
 
@@ -309,10 +245,6 @@ class LearnerGroup:
     def send_weights(self) -> Sent:
         """Let all ranks gather the weights, and rank 0 send them."""
         return self._call("sender.send_weights")[0]
-
-    def checksums(self, cuts: Sequence[TensorSlice]) -> Mapping[TensorSlice, str]:
-        """Return the checksum of each cut of the weights; none of cuts that cannot be made."""
-        return self._call("sender.checksums", (tuple(cuts),))[0]
 
     def close_group(self) -> None:
         """Let rank 0 leave the group, if there is one."""
@@ -326,75 +258,26 @@ class LearnerGroup:
 
         Raises:
             UserError: a rank could not start with what the user gave.
+            CheckpointFailed: a rank could not write its part; all of them still work.
             LearnerLost: a rank died or failed. The others are ended, and every later call raises it too.
         """
         if len(args) == 1:
             given = args * len(self.workers)
         else:
             given = args or ((),) * len(self.workers)
-        with self.lock, self._watched():
+        with self.lock:
             if self._lost is not None:
                 raise self._lost
             refs = [w.call.remote(method, *own) for w, own in zip(self.workers, given, strict=True)]
-            results: dict[int, Any] = {}
             waiting = list(refs)
-            limit_s = self._begun_with[0].cluster.learner_timeout_s + SLACK_S
-            last_pulses: list[int] = []
-            last_progress = time.monotonic()
+            # In the order in which they end: a rank that fails leaves the others waiting for it.
             while waiting:
-                done, waiting = ray.wait(waiting, num_returns=1, timeout=PULSE_S)
-                self._ray_answered = time.monotonic()
-                if not done:
-                    # A long step is no hang: the limit counts from the last micro-batch that any rank has begun.
-                    pulses = self._pulses()
-                    if not last_pulses or any(now > before for now, before in zip(pulses, last_pulses, strict=True)):
-                        last_pulses = pulses
-                        last_progress = time.monotonic()
-                    if time.monotonic() - last_progress > limit_s:
-                        late = GetTimeoutError(f"no answer and no progress for {limit_s:.0f} s")
-                        raise self._failure(method, refs, refs.index(waiting[0]), late)
-                for ref in done:
-                    try:
-                        results[refs.index(ref)] = ray.get(ref)
-                    except RayError as error:
-                        raise self._failure(method, refs, refs.index(ref), error) from None
-            return [results[rank] for rank in range(len(refs))]
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """End the command if Ray on this host stops answering in the block: nothing can end a call that waits for it.
-
-        Ray does the same where its process on this host has died, rather than hangs.
-        """
-        limit_s = self._begun_with[0].cluster.learner_timeout_s + 2 * SLACK_S
-        is_over = threading.Event()
-        self._ray_answered = time.monotonic()
-
-        def watch() -> None:
-            while not is_over.wait(PULSE_S):
-                if time.monotonic() - self._ray_answered > limit_s:
-                    silence = f"Ray on this host gave no answer for {limit_s:.0f} s (learner_timeout_s)"
-                    print(f"error: {silence}; end its process raylet, then --resume the run", file=sys.stderr)
-                    sys.stderr.flush()
-                    os._exit(1)
-
-        threading.Thread(target=watch, name="ray", daemon=True).start()
-        try:
-            yield
-        finally:
-            is_over.set()
-
-    def _pulses(self) -> list[int]:
-        """Return how much each rank has done so far; -1 for one that does not say."""
-        refs = [worker.heartbeat.remote() for worker in self.workers]
-        said, _ = ray.wait(refs, num_returns=len(refs), timeout=PULSE_S)
-        pulses = []
-        for ref in refs:
-            try:
-                pulses.append(ray.get(ref) if ref in said else -1)
-            except RayError:
-                pulses.append(-1)
-        return pulses
+                [done], waiting = ray.wait(waiting, num_returns=1)
+                try:
+                    ray.get(done)
+                except RayError as error:
+                    raise self._failure(method, refs, refs.index(done), error) from None
+            return ray.get(refs)
 
     def _failure(self, method: str, refs: Sequence[Any], rank: int, error: RayError) -> Exception:
         """End all ranks and return the error to raise: it names the rank that died or, if none did, failed first."""
@@ -402,7 +285,7 @@ class LearnerGroup:
             cause = error.cause
         else:
             cause = error
-        if isinstance(cause, UserError):
+        if isinstance(cause, UserError | CheckpointFailed):
             return cause
         others = [ref for ref in refs if ref != refs[rank]]
         # When a rank dies, another rank loses its connection, and the call of that one may fail first.
@@ -425,13 +308,11 @@ class LearnerGroup:
         else:
             where = ""
         name = f"learner rank {rank} of {len(self.workers)}{where}"
-        fault = ""
         if isinstance(error, RayActorError) and self.places:
             what = "died: it was killed, ran out of memory, or waited too long for another (learner_timeout_s)"
-        elif isinstance(error, GetTimeoutError):
-            what = f"hangs in {method}: {error} (learner_timeout_s)"
         else:
-            fault = what = f"failed in {method}: {end_of_traceback(str(error))}"
+            what = f"failed in {method}: {end_of_traceback(str(error))}"
+        # Until then it is the start that has failed, which a setting may have caused.
         if not self._is_joined:
             if self.device.type == "cuda":
                 flag = "--num-gpus"
@@ -440,12 +321,13 @@ class LearnerGroup:
             return UserError(flag, "must start every learner process", name, what)
         if silent:
             what += f"; no answer from rank {', '.join(map(str, silent))}"
-        self._lost = LearnerLost(f"{name} {what}", fault)
+        self._lost = LearnerLost(f"{name} {what}")
         return self._lost
 
     def _end_ranks(self) -> None:
         """Kill all ranks and free their places; a call that waits for a rank, or for a place, fails."""
         for worker in self.workers:
+            # A rank that waits in a collective would not answer a request to end.
             ray.kill(worker)
         if self._reserved is not None:
             remove_placement_group(self._reserved)
@@ -459,7 +341,7 @@ class LearnerGroup:
         self._end_ranks()
         if self._owns_ray:
             # Calls of other threads fail soon now that the ranks have ended. Ray must not go while one is in it.
-            is_held = self.lock.acquire(timeout=SLACK_S)
+            is_held = self.lock.acquire(timeout=CLOSE_S)
             try:
                 ray.shutdown()
             finally:
@@ -477,6 +359,8 @@ def start_ray(cluster: ClusterConfig, more_cpus: int = 0) -> bool:
     """
     if ray.is_initialized():
         return False
+    # The group reports a failure once, by the rank's name: Ray would print those of the other ranks too.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if not cluster.ray_address:
         try:
             begin_ray("", num_cpus=cluster.num_ranks + more_cpus, num_gpus=cluster.num_gpus)

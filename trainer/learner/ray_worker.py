@@ -26,11 +26,8 @@ from trainer.config.learner import LearnerPlan
 from trainer.learner.build import build_learner
 from trainer.learner.collectives import listen, use_loopback
 from trainer.learner.cuda_ipc import WeightHandles, share_weights
-from trainer.learner.protocol import CheckpointFailed, RankLearner
+from trainer.learner.protocol import RankLearner
 from trainer.learner.weight_sender import RankSender
-
-#: The thread of a rank that says how far it is while another one works.
-HEARTBEAT = "heartbeat"
 
 
 @dataclass(frozen=True)
@@ -60,13 +57,6 @@ class LearnerWorker:
         self._meeting: socket.socket | None = None
         self._learner: RankLearner | None = None
         self._loan = contextlib.ExitStack()
-
-    @ray.method(concurrency_group=HEARTBEAT)
-    def heartbeat(self) -> int:
-        """Return how many micro-batches this rank has begun, also while it works on one."""
-        if self._learner:
-            return self._learner.num_batches_begun
-        return 0
 
     def place(self) -> Place:
         """Return where this rank runs."""
@@ -156,16 +146,6 @@ class LearnerWorker:
             return adapter
         return None
 
-    def checkpoint(self, wait: bool) -> tuple[bool, str]:
-        """Return whether writing has ended, and the reason if it failed ("" otherwise).
-
-        It returns the reason because the group ends a rank that raises.
-        """
-        try:
-            return self.learner.is_checkpoint_written(wait), ""
-        except CheckpointFailed as error:
-            return True, str(error)
-
     def restore(self, folder: Path) -> int:
         """Read this rank's shards; return the steps done."""
         self.learner.restore(folder)
@@ -173,9 +153,11 @@ class LearnerWorker:
 
     def share_weights(self) -> WeightHandles:
         """Return the handles of `trainer.learner.cuda_ipc.lend_weights` on rank 0; they are valid until `take_back`."""
+        # A push that failed may have left weights lent.
         self.take_back()
         if self._rank == 0:
             return self._loan.enter_context(share_weights(self.learner))
+        # Rank 0 gathers from all, so each must take part to the end.
         for _ in self.learner.stream():
             pass
         return WeightHandles()

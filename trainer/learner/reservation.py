@@ -56,13 +56,16 @@ class Request:
         Raises:
             UserError: the cluster is too small, or others use it.
         """
+        # A group that is larger than the whole cluster would wait for ever.
         self.check()
+        # Packed: ranks exchange gradients in every step, and a node's own links are the fastest.
         groups = [placement_group([{self.kind: 1}] * self.num_ranks, strategy="PACK")]
         if self.num_servers:
             groups.append(placement_group([{self.kind: self.per_server}] * self.num_servers, strategy="PACK"))
         try:
             wait_for(groups)
         except GetTimeoutError:
+            # Half a reservation would only keep others waiting.
             for group in groups:
                 remove_placement_group(group)
             raise self.no_room() from None

@@ -27,9 +27,6 @@ from agents.model.policy import PolicyModel
 from envs.errors import UserError
 from trainer.config.learner import LearnerConfig
 
-#: Share of the memory that a step leaves free which `--reshard auto` may use: later steps may need more.
-ROOM_FRAC = 0.8
-
 
 def freeze_vision(model: PolicyModel, dtype: torch.dtype | None = None) -> None:
     """Train the decoder alone: the vision tower and its mergers get no gradient.
@@ -47,6 +44,7 @@ def freeze_vision(model: PolicyModel, dtype: torch.dtype | None = None) -> None:
     for parameter in tower.parameters():
         parameter.requires_grad_(False)
         if dtype is not None:
+            # Without updates it needs no precision for small ones.
             parameter.data = parameter.data.to(dtype)
 
 
@@ -69,9 +67,11 @@ def shard(model: PolicyModel, config: LearnerConfig, mesh: DeviceMesh, dtype: to
     recompute(model.blocks, config.recompute)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if config.offload == "all":
+        # From pinned memory a GPU copies while it computes.
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     else:
         offload = OffloadPolicy()
+    # One rank gathers nothing, so it has nothing to free.
     reshards = config.reshard == "always" or (config.reshard == "auto" and mesh.size() > 1)
     for unit in model.units:
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshards)
@@ -86,32 +86,6 @@ def reshard(model: PolicyModel) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def never_reshard(model: PolicyModel) -> None:
-    """Keep gathered weights from forward to backward from now on, as `--reshard never` does."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_reshard_after_forward(False, recurse=False)
-
-
-def bytes_to_keep_gathered(model: PolicyModel, dtype: torch.dtype) -> int:
-    """Return the bytes that `--reshard never` takes more: all weights in `dtype`, and all gradients in float32.
-
-    Qwen3-VL-2B trained in full, in bfloat16: 2,127,532,032 weights of 6 bytes, 11.9 GiB.
-    """
-    every = sum(parameter.numel() for parameter in model.parameters())
-    return dtype.itemsize * every + 4 * sum(parameter.numel() for parameter in trainable_parameters(model))
-
-
-def explain_reshard(is_never: bool, need: int, room: int) -> str:
-    """Return the line that says what `--reshard auto` has chosen, and why."""
-    gib = 2**30
-    chosen = "never" if is_never else "always"
-    why = (
-        f"gathered weights and gradients take {need / gib:.1f} GiB more, the first step left {room / gib:.1f} GiB free"
-    )
-    return f"--reshard auto is {chosen} from now on: {why}"
 
 
 def keep_gathered(model: PolicyModel, kept: bool) -> None:

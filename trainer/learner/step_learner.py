@@ -62,8 +62,6 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         self.device = device
         self.dtype = dtype
         self.steps_done = 0
-        #: In all steps so far: shows others that a long step goes on.
-        self.num_batches_begun = 0
         #: Held while the network is used: a server may ask for the weights in one thread while another trains.
         self.lock = threading.RLock()
 
@@ -115,12 +113,14 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         """
         with self.lock:
             if self.device.type == "cuda":
+                # So that the peak is that of this step.
                 torch.cuda.reset_peak_memory_stats(self.device)
             return self._step(minibatches)
 
     def _step(self, minibatches: Sequence[Sequence[TrainingSample]]) -> StepStats:
         everything = [sample for samples in minibatches for sample in samples]
         most_turns = max((int(s.turns_T.max()) for s in everything), default=0)
+        # A tower that one rank runs communicates with those of all ranks.
         images, turns = self._max_over_ranks([float(any(s.images for s in everything)), float(most_turns)])
         any_images = images > 0
         sums = StepSums.zero(int(turns), self.device)
@@ -130,7 +130,11 @@ class StepLearner(abc.ABC, Generic[BatchT]):
             old = self._score(minibatches, any_images, sums)
         else:
             old = None
-        reference = self._score_reference(minibatches, any_images)
+        # Only a KL penalty reads it.
+        if self.algorithm.kl_coef:
+            reference = self._score(minibatches, any_images)
+        else:
+            reference = None
         for _ in range(self.optim.epochs):
             for samples in minibatches:
                 self._update(samples, any_images, sums, old, reference)
@@ -165,12 +169,12 @@ class StepLearner(abc.ABC, Generic[BatchT]):
 
     def _batches(self, bins: Sequence[list[Row]], any_images: bool) -> Iterator[BatchT]:
         """Yield the micro-batches; a thread collates the next one while the network runs this one."""
+        # To collate is work of the CPU, in which the device would stand still.
         with ThreadPoolExecutor(1) as pool:
             coming = [pool.submit(alone, self._collate, rows, any_images) for rows in bins[:1]]
             for number in range(len(bins)):
                 ready = coming.pop().result()
                 coming = [pool.submit(alone, self._collate, rows, any_images) for rows in bins[number + 1 : number + 2]]
-                self.num_batches_begun += 1
                 yield ready
 
     def _bins_of_updates(self, minibatches: Sequence[Sequence[TrainingSample]]) -> Iterator[list[list[Row]]]:
@@ -180,30 +184,23 @@ class StepLearner(abc.ABC, Generic[BatchT]):
                 yield self._bins(rows)
 
     def _score(
-        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool, sums: StepSums
+        self,
+        minibatches: Sequence[Sequence[TrainingSample]],
+        any_images: bool,
+        sums: StepSums | None = None,
     ) -> SampleLogprobs:
-        """Return log-probs under the current weights; `sums` measures how far the rollout's are from them."""
+        """Return log-probs under the current weights, and let `sums` measure how far the rollout's are from them.
+
+        Without `sums`, return those of the reference network.
+        """
         scores: dict[TrainingSample, Tensor] = {}
 
         def on_micro_batch(batch: BatchT, logprobs_N: Tensor, entropy_N: Tensor) -> None:
-            sums.measure(batch, logprobs_N, entropy_N)
+            if sums:
+                sums.measure(batch, logprobs_N, entropy_N)
             scores.update(by_sample(batch, logprobs_N))
 
-        self._forward(self._bins_of_updates(minibatches), any_images, on_micro_batch)
-        return scores
-
-    def _score_reference(
-        self, minibatches: Sequence[Sequence[TrainingSample]], any_images: bool
-    ) -> SampleLogprobs | None:
-        """Return log-probs under the reference network; None without a KL penalty."""
-        if not self.algorithm.kl_coef:
-            return None
-        scores: dict[TrainingSample, Tensor] = {}
-
-        def on_micro_batch(batch: BatchT, logprobs_N: Tensor, _: Tensor) -> None:
-            scores.update(by_sample(batch, logprobs_N))
-
-        self._forward(self._bins_of_updates(minibatches), any_images, on_micro_batch, is_reference=True)
+        self._forward(self._bins_of_updates(minibatches), any_images, on_micro_batch, is_reference=sums is None)
         return scores
 
     def sum_logprobs(self, samples: Sequence[TrainingSample]) -> tuple[float, int]:
@@ -216,12 +213,14 @@ class StepLearner(abc.ABC, Generic[BatchT]):
 
         def on_micro_batch(_: BatchT, logprobs_N: Tensor, __: Tensor) -> None:
             nonlocal total, count
+            # It stays on the device: to read it would wait for every micro-batch.
             total = total + logprobs_N.sum(dtype=torch.float64)
             count = count + len(logprobs_N)
 
         with self.lock:
             any_images = self._max_over_ranks([float(any(s.images for s in samples))])[0] > 0
             self._forward([self._bins(self._rows(samples))], any_images, on_micro_batch)
+            # Ranks that share a network have seen the same tokens, and one of them counts.
             if self._is_reporter:
                 mine = [total.item(), float(count)]
             else:
@@ -243,6 +242,7 @@ class StepLearner(abc.ABC, Generic[BatchT]):
             ModelTokens(
                 logprobs_N=logprobs_N,
                 entropy_N=entropy_N,
+                # Against itself the ratio is 1, and its gradient that of the log-prob.
                 old_logprobs_N=logprobs_N.detach() if old is None else _of(batch, old, self.device),
                 rollout_logprobs_N=batch.rollout_logprobs_N,
                 ref_logprobs_N=None if reference is None else _of(batch, reference, self.device),
@@ -287,9 +287,6 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         """Return the GPU memory that torch keeps for the next tensors."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def restart(self) -> None:
-        """Do nothing: it can be lost only with this process."""
 
     def close(self) -> None:
         """Do nothing: it ends with this process."""

@@ -42,7 +42,6 @@ class StepSums:
     loss: Tensor
     update_loss: Tensor
     objective: dict[str, Tensor] = field(default_factory=dict)
-    ref_kl_max: Tensor | None = None
     num_tokens_seen: int = 0
     grad_norms: list[float] = field(default_factory=list)
     num_skipped: int = 0
@@ -51,6 +50,7 @@ class StepSums:
     @classmethod
     def zero(cls, num_turns: int, device: torch.device) -> StepSums:
         """Return the sums of no tokens; `num_turns` is the largest number of turns on any rank."""
+        # In float64 one token still counts in a sum of millions.
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return cls(device, LogprobSums(num_turns, device), zero, zero, zero)
 
@@ -62,14 +62,9 @@ class StepSums:
 
     def add(self, result: Objective, num_tokens: int) -> None:
         """Add the loss and the objective's own sums of a micro-batch of `num_tokens` model tokens."""
+        # A token that several updates train on counts as often in the objective's means.
         self.num_tokens_seen += num_tokens
         self.update_loss = self.update_loss + result.loss.detach()
-        if result.ref_kl_max is not None:
-            largest = result.ref_kl_max
-            if self.ref_kl_max is None:
-                self.ref_kl_max = largest
-            else:
-                self.ref_kl_max = torch.maximum(self.ref_kl_max, largest)
         for name, value in result.sums.items():
             self.objective[name] = self.objective.get(name, 0.0) + value
 
@@ -89,21 +84,18 @@ class StepSums:
             self.loss = self.loss + self.update_loss
             self.grad_norms.append(grad_norm)
         self.num_skipped += not is_finite
+        # A skipped update must not make the next one look endless.
         self.update_loss = torch.zeros_like(self.update_loss)
         return is_taken
 
     def stats(self, lr: float, group: dist.ProcessGroup | None = None) -> StepStats:
         """Return the statistics of the step over all ranks, or those of a group; every one of them must call it."""
         names = list(self.objective)  # the same on all ranks: each rank runs as many micro-batches
+        # One copy from the device for all sums: each copy waits for it.
         mine = torch.stack([self.loss, self.entropy, *self.objective.values()]).tolist()
         values = [*mine[:2], float(self.num_tokens_seen), *mine[2:], *self.logprob_sums.sums]
         loss, entropy, seen, *rest = reduce_over_ranks(values, dist.ReduceOp.SUM, self.device, group)
-        if self.ref_kl_max is None:
-            kl_max = -math.inf
-        else:
-            kl_max = self.ref_kl_max.item()
-        most = [self.logprob_sums.largest, kl_max]
-        largest, kl_max = reduce_over_ranks(most, dist.ReduceOp.MAX, self.device, group)
+        [largest] = reduce_over_ranks([self.logprob_sums.largest], dist.ReduceOp.MAX, self.device, group)
         gap = self.logprob_sums.stats(rest[len(names) :], largest)
         return StepStats(
             loss=loss / max(1, len(self.grad_norms)),
@@ -118,8 +110,7 @@ class StepSums:
             logprob_gap_p99=gap.p99,
             logprob_gap_max=gap.max,
             entropy=entropy / max(1, gap.num_tokens),
-            objective={name: value / max(1.0, seen) for name, value in zip(names, rest, strict=False)}
-            | ({} if kl_max == -math.inf else {"ref_kl_max": kl_max}),
+            objective={name: value / max(1.0, seen) for name, value in zip(names, rest, strict=False)},
             logprobs=_by_key(self.logprobs),
         )
 
@@ -129,6 +120,7 @@ def _by_key(measured: Sequence[tuple[TokenBatch, Tensor]]) -> dict[tuple[int, in
     samples = [sample for batch, _ in measured for sample in batch.samples]
     if not samples:
         return {}
+    # One copy for all samples, for the same reason as above.
     values_N = torch.cat([logprobs_N.float() for _, logprobs_N in measured]).cpu().numpy()
     ends = np.cumsum([int(sample.mask_T.sum()) for sample in samples])
     parts = np.split(values_N, ends[:-1])

@@ -1,10 +1,9 @@
-"""Sends a learner's weights to servers over a process group, gathered from the shards bucket by bucket; sums them."""
+"""Sends a learner's weights to servers over a process group, gathered from the shards bucket by bucket."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +12,6 @@ import torch.distributed as dist
 
 from agents.engines.weight_servers import GroupAddress, WeightMessage
 from trainer.learner.buckets import Bucket, buckets
-from trainer.learner.checksums import TensorSlice, checksums
 from trainer.learner.protocol import WeightSource
 from trainer.learner.weight_group import GroupBroken, WeightGroup, own_address
 
@@ -43,11 +41,6 @@ class WeightSender(Protocol):
         sender.close_group()
     """
 
-    @property
-    def process(self) -> int:
-        """The id of the process that sends: another one once the learner was started again."""
-        ...
-
     def messages(self) -> Sequence[WeightMessage]:
         """Return what `send_weights` sends, in order."""
         ...
@@ -68,10 +61,6 @@ class WeightSender(Protocol):
         """Leave the group, if there is one."""
         ...
 
-    def checksums(self, cuts: Sequence[TensorSlice]) -> Mapping[TensorSlice, str]:
-        """Return the checksum of each cut of the weights as they are now; none of cuts that cannot be made."""
-        ...
-
 
 class RankSender:
     """One rank's part of a `WeightSender`. Rank 0 sends; all ranks must call `send_weights`: it gathers shards."""
@@ -80,11 +69,11 @@ class RankSender:
         self.learner = learner
         self._bucket_values = bucket_values
         self._group: WeightGroup | None = None
-        self.process = os.getpid()
 
     def messages(self) -> Sequence[WeightMessage]:
         """Return what is sent, in order."""
         dtype = self.learner.dtype
+        # On the meta device, where the plan of a push takes no memory.
         empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in self.learner.shapes())
         return tuple(_message(bucket) for bucket in buckets(empty, self._bucket_values))
 
@@ -96,6 +85,7 @@ class RankSender:
             backend = "nccl"
         else:
             backend = "gloo"
+        # All ranks are called alike, though rank 0 alone sends.
         if dist.get_rank():
             return GroupAddress(name, "", 0, num_receivers + 1, backend)
         address = own_address(hosts)
@@ -129,17 +119,9 @@ class RankSender:
                     num_bytes += bucket.flat.nbytes
                 except GroupBroken as error:
                     fault = str(error)
+            # The rest of the time went into gathering, which the loop's iterator does.
             send_s += time.perf_counter() - started
         return Sent(num_bytes, time.perf_counter() - began - send_s, send_s, fault)
-
-    def checksums(self, cuts: Sequence[TensorSlice]) -> Mapping[TensorSlice, str]:
-        """Gather the weights that are in the cuts; return their checksums on rank 0."""
-        weights = self.learner.stream({name for cut in cuts for name in cut.names})
-        if not dist.get_rank():
-            return checksums(weights, cuts)
-        for _ in weights:
-            pass
-        return {}
 
     def close_group(self) -> None:
         """Leave the group."""

@@ -103,6 +103,7 @@ def load_weights(
                 rows.copy_(initial_adapter(names[0], parameter.shape, seed)[start:end])
                 continue
             saved = [plain_name(name).removeprefix("backbone.") for name in names]
+            # A tied weight has two names, and a checkpoint holds it under either.
             name = next((name for name in saved if name in source), None)
             rule = f"must hold a tensor {saved[0]} of shape {tuple(parameter.shape)}"
             fix = "give a complete checkpoint of the network that its config.json describes"
@@ -110,6 +111,7 @@ def load_weights(
                 raise UserError("--model", rule, f"none in {source.folder}", fix)
             if source.shape(name) != tuple(parameter.shape):
                 raise UserError("--model", rule, f"shape {source.shape(name)} in {source.folder}", fix)
+            # A small tensor has fewer rows than there are ranks.
             if start < end or not parameter.dim():
                 rows.copy_(source.rows(name, start, end))
 
@@ -122,16 +124,12 @@ def local_rows(parameter: Tensor) -> tuple[int, int]:
     count = parameter.shape[0] if parameter.dim() else 1
     if not isinstance(parameter, DTensor):
         return 0, count
-    cut = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
-    if not cut:
+    [chunk] = parameter.__create_chunk_list__()  # torch's own checkpoints ask for it
+    shape = tuple(parameter.shape)
+    assert chunk.sizes[1:] == shape[1:], f"sharded by rows only: {chunk} of {shape}"
+    if not parameter.dim():
         return 0, count
-    mesh = parameter.device_mesh
-    assert len(cut) == 1 and parameter.placements[cut[0]].is_shard(0), f"sharded by rows only: {parameter.placements}"
-    size = -(-count // mesh.size(cut[0]))
-    start = min(count, size * mesh.get_local_rank(cut[0]))
-    end = min(count, start + size)
-    assert end - start == parameter.to_local().shape[0], (end - start, parameter.to_local().shape)
-    return start, end
+    return chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
 
 
 def _named(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
@@ -154,6 +152,7 @@ def _materialise(model: nn.Module, weights_device: torch.device, device: torch.d
                 if parameter not in made:
                     empty = torch.empty_like(parameter, device=weights_device)
                     made[parameter] = nn.Parameter(empty, parameter.requires_grad)
+                # Modules that shared a parameter share the new one.
                 setattr(module, name, made[parameter])
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             setattr(module, name, buffer.to(device))
@@ -173,6 +172,7 @@ class CheckpointTensors:
         self._file_of: dict[str, Any] = {}
         for file in weight_files(path):
             try:
+                # Opening maps the file: only rows that are asked for are read.
                 opened = safe_open(file, framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
                 rule = "must be a folder of whole safetensors files"
@@ -196,6 +196,7 @@ class CheckpointTensors:
     def dtype(self) -> torch.dtype:
         """Return a dtype that holds every value exactly."""
         kinds = {file.get_slice(name).get_dtype() for name, file in self._file_of.items()}
+        # Float32 holds the values of every other mixture of dtypes.
         if kinds == {"BF16"}:
             return torch.bfloat16
         return torch.float32
@@ -235,6 +236,7 @@ def weight_files(path: str | Path) -> Sequence[Path]:
 
     folder = Path(path)
     if not folder.is_dir():
+        # Not the pickles of a repository: they could run code.
         folder = Path(snapshot_download(str(path), allow_patterns=["model*.safetensors", _INDEX]))
     files = [folder / _WEIGHTS]
     if not files[0].exists() and (folder / _INDEX).exists():

@@ -329,7 +329,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
                 plan = config
             else:
                 plan = plan_to_read(config)
-            plan = with_compile_chosen(plan, model_path, plan.most_tokens_trained)
+            plan = with_compile_chosen(plan, model_path)
             learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup, room)
         write_text(folder / ENVIRONMENT, json_text(spec))
         data = {"--data": config.data.data, "--eval-data": config.data.eval_data}

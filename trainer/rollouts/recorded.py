@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from agents.cli.text import path_text
@@ -23,7 +22,6 @@ from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves
 from envs.errors import UserError
 from envs.safe_text import write_text
 from trainer.checkpoint.run_dir import ENVIRONMENT, found_folder
-from trainer.checkpoint.settings_parts import parts_until
 from trainer.config.run import RunConfig
 from trainer.config.sources import INHERITED, read_config
 from trainer.evaluation.results import Evaluation
@@ -97,7 +95,8 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
     assert run is not None, "--replay-rollouts names a run"
     check_held_out(config, None)
     recording = Recording.open(run)
-    base = recorded_settings(run, config.steps)
+    found_folder(run, "--replay-rollouts")
+    base = read_config(run / CONFIG)
     check_read(config, base)
     check_algorithm(config.algorithm)
     check_model_given(config, base)
@@ -116,7 +115,7 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
         opened = open_run(config, f"{run.absolute().name}-replay", cleanup)
         folder = opened.folder
         with start.clock.stage("the learner"):
-            plan = with_compile_chosen(config, model_path, config.most_tokens_trained)
+            plan = with_compile_chosen(config, model_path)
             learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup)
         write_text(folder / ENVIRONMENT, json_text(spec))
         return RecordedContext(
@@ -134,15 +133,6 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
             recorded=recorded,
             base=base,
         )
-
-
-def recorded_settings(run: Path, step: int) -> RunConfig:
-    """Return the settings that a recorded run had in a step. Raises `UserError` where the folder has none."""
-    found_folder(run, "--replay-rollouts")
-    parts = parts_until(run, step)
-    if parts:
-        return parts[-1].read(RunConfig)
-    return read_config(run / CONFIG)
 
 
 def check_read(config: RunConfig, base: RunConfig) -> None:

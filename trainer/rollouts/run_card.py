@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from envs.spec import EnvSpec
 from trainer.checkpoint.model_card import ModelCard
 from trainer.config.run import RunConfig
-from trainer.evaluation.curve import Curve, Ways, title, values
+from trainer.evaluation.curve import Curve, Ways, title
 from trainer.evaluation.results import Figure
 
 #: The most rows of the table of curves.
@@ -18,7 +18,7 @@ WINDOW = 10
 
 def run_card(
     name: str,
-    parts: Sequence[tuple[int, RunConfig]],
+    config: RunConfig,
     spec: EnvSpec,
     curve: Curve,
     rows: Sequence[Mapping[str, float]],
@@ -26,8 +26,7 @@ def run_card(
     ending: str,
     sees_images: bool,
 ) -> ModelCard:
-    """Return the card of the weights after a step of a run that has ended; `parts` are its settings until then."""
-    _, config = parts[-1]
+    """Return the card of the weights after a step of a run that has ended."""
     names: Ways = next(iter(curve.values()), {})
     if names:
         figure = next(iter(names.values())).main
@@ -41,16 +40,9 @@ def run_card(
         tags=("reinforcement-learning",),
         base_model=config.model.model,
         data=tuple(filter(None, (config.data.data, config.data.eval_data))),
-        parts=parts,
         step=step,
         ending=ending,
         tables=tuple(table for table in (figures, curves) if len(table[1]) > 1),
-        results={
-            f"held-out {title(figure)}, {title(way)}": value
-            for way, value in values(curve.get(step, {}), figure).items()
-        },
-        metric=figure,
-        measured_on=config.data.eval_data or spec.id,
         sees_images=sees_images,
     )
 

@@ -21,7 +21,6 @@ from trainer.algorithms.advantages import Advantages
 from trainer.checkpoint.model_card import ending_of, write_card
 from trainer.checkpoint.run_dir import BEST, EPISODES, MODEL
 from trainer.checkpoint.session import NOT_FINITE, RunSession
-from trainer.checkpoint.settings_parts import history, keep_settings
 from trainer.config.run import CheckpointConfig
 from trainer.evaluation.best_model import BEFORE, BestModel, resume_best
 from trainer.evaluation.curve import (
@@ -47,15 +46,13 @@ from trainer.rollouts.run_state import LoopState, kept_random_state, read_loop_s
 from trainer.setup.problems import check_command
 from trainer.setup.run_context import RunContext
 from trainer.types import RunFault, StepStats, TrainingSample
-from trainer.weight_sync.sync import WeightPush
+from trainer.weight_sync.transports import WeightPush
 
 logger = logging.getLogger(__name__)
 
 KL = "rollout_train_kl"
 REWARD_CURVE = "reward_curve.png"
 MAX_REWARDS_SHOWN = 4
-#: A KL of one token to the reference that is over this can rule the loss of a step.
-LARGE_KL = 10.0
 
 
 class InvalidStreams(RunFault):
@@ -85,8 +82,6 @@ class TrainingSession(RunSession[LoopState]):
         else:
             kept = CheckpointConfig(save_every=0)
         super().__init__(folder, context.learner, state, config.steps, settings, config.log, kept, display)
-        for change in keep_settings(folder, state.step, config):
-            logger.info(change)
         if state.unfinished_row:
             self.log.write(state.step, state.unfinished_row)
         for name in rewind_recording(folder / EPISODES, state.recorded_bytes):
@@ -291,8 +286,8 @@ class TrainingSession(RunSession[LoopState]):
             num_tokens = sum(len(sample.ids_T) for samples in minibatches for sample in samples)
             metrics |= push.metrics()
             metrics["train_tokens_per_s"] = num_tokens / clock.seconds["train_s"]
-            if push.probe:
-                metrics |= {f"probe_{key}": value for key, value in asdict(push.probe).items() if value is not None}
+            if push.probe_gap is not None:
+                metrics["probe_gap"] = push.probe_gap
         if self.recorder:  # most of it within rollout_s
             metrics["record_s"] = self.recorder.seconds - self._recorded_s
             self._recorded_s = self.recorder.seconds
@@ -338,8 +333,6 @@ class TrainingSession(RunSession[LoopState]):
             logger.warning(f"step {self.step} made no update: {why_no_update(rollout, stats)}")
         elif stats and stats.num_skipped:
             logger.warning(f"step {self.step} skipped {counted(stats.num_skipped, 'update')}: {NOT_FINITE}")
-        if stats and (note := large_kl(stats)):
-            logger.warning(f"step {self.step}: {note}")
 
     def _check_lost(self, rollout: StepRollout) -> None:
         """Raise `LostSteps` if the last steps all were lost, as many as a run may lose or as it has."""
@@ -417,8 +410,9 @@ class TrainingSession(RunSession[LoopState]):
         sees_images = self.context.renderer.images is not None
         ending = ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted)
         for name, step in {MODEL: len(rows), **({BEST: self.best.step} if self.best else {})}.items():
-            parts = history(self.folder, step, self.config)
-            card = run_card(self.folder.name, parts, self.context.spec, self.curve, rows, step, ending, sees_images)
+            card = run_card(
+                self.folder.name, self.config, self.context.spec, self.curve, rows, step, ending, sees_images
+            )
             write_card(card, self.folder / name, self.folder / REWARD_CURVE)
 
 
@@ -426,17 +420,6 @@ def is_lost(row: Mapping[str, float]) -> bool:
     """Return whether no episode of a step could be scored, or no update of it had a finite loss and gradient."""
     is_unscored = row["episodes"] > 0 and row["valid_frac"] == 0
     return is_unscored or (row.get("num_skipped", 0) > 0 and not row["num_updates"])
-
-
-def large_kl(stats: StepStats) -> str:
-    """Return what is wrong if one token has a KL to the reference that can rule the loss; empty if none has."""
-    largest = stats.objective.get("ref_kl_max", 0.0)
-    if not largest > LARGE_KL:
-        return ""
-    return (
-        f"one token has a KL to the reference of {largest:.3g}, which can rule the loss: k3 grows as e^gap without "
-        "bound; set kl_estimator: k2, which grows as gap^2, or a smaller --kl-coef or --lr"
-    )
 
 
 def why_no_update(rollout: StepRollout, stats: StepStats) -> str:

@@ -72,10 +72,6 @@ def _check_settings(cluster: ClusterConfig, model: ModelConfig, learner: Learner
     if learner.offload != "none":
         fix = "leave it out: the optimizer's state is spread over all ranks with the same weights"
         raise UserError("--offload", "must be none with --backend megatron", learner.offload, fix)
-    if cluster.pad_microbatches and model.context_length > learner.max_tokens_per_microbatch:
-        rule = f"must be at least --context-length {model.context_length} with --pad-microbatches"
-        fix = f"give {model.context_length}, or leave --pad-microbatches out"
-        raise UserError("--max-tokens-per-microbatch", rule, learner.max_tokens_per_microbatch, fix)
 
 
 def _check_host(cluster: ClusterConfig, model: ModelConfig) -> None:

@@ -27,7 +27,7 @@ from envs.spec import EnvLimits, EnvSpec
 from trainer.config.learner import ClusterConfig, LearnerPlan
 from trainer.config.run import RunConfig
 from trainer.learner.build import build_learner
-from trainer.learner.compile_choice import explain, is_compiled
+from trainer.learner.compile_choice import is_compiled
 from trainer.learner.cuda_ipc import share_weights
 from trainer.learner.protocol import Learner
 from trainer.learner.weight_sender import RankSender, WeightSender
@@ -94,18 +94,16 @@ def start_learner(
     return StartedLearner(group, share, group, group.gpus_here, lambda: group.places[0].node, room.is_split)
 
 
-def with_compile_chosen(plan: RunConfig, model_path: Path | str, num_tokens: int) -> RunConfig:
-    """Return the settings of a learner with `--compile auto` decided, and say so where it was open.
-
-    `num_tokens` are those that each learner process trains on in all steps, at most.
-    """
+def with_compile_chosen(plan: RunConfig, model_path: Path | str) -> RunConfig:
+    """Return the settings of a learner with `--compile auto` decided, and say so where it was open."""
     on_gpu = learner_device(plan).type == "cuda"
     if plan.learner.compile != "auto" or not on_gpu or not plan.steps:
         return plan
     count = sum(parameter.numel() for parameter in meta_model(read_config(model_path)).parameters())
-    is_on = is_compiled(plan.learner, on_gpu, count, num_tokens)
-    logger.info(explain(is_on, count, num_tokens))
-    return plan.model_copy(update={"learner": plan.learner.model_copy(update={"compile": "on" if is_on else "off"})})
+    is_on = is_compiled(plan.learner, on_gpu, count)
+    chosen = "on" if is_on else "off"
+    logger.info(f"--compile auto is {chosen} at {count / 1e6:.1f} M parameters")
+    return plan.model_copy(update={"learner": plan.learner.model_copy(update={"compile": chosen})})
 
 
 def learner_device(plan: LearnerPlan) -> torch.device:

@@ -43,7 +43,6 @@ from trainer.weight_sync.transports import (
     note_merged,
     refused,
 )
-from trainer.weight_sync.weight_checks import WeightChecks
 
 if TYPE_CHECKING:
     from trainer.setup.cluster import ClusterRoom
@@ -114,10 +113,6 @@ def build_transport(
     if servers is None:
         return DiskTransport(learner.learner, engine, folder / "sync")
     merged = servers_transport(config.engine, facts, learner, servers, folder / "sync")
-    if facts.names_are_saved:
-        merged.checks = WeightChecks(servers, learner.sender)
-    else:
-        merged.checks = None
     return adapters_alone(merged, config.engine.sync, trains_adapters=config.learner.lora_rank > 0)
 
 

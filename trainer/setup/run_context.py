@@ -9,28 +9,29 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 
+from agents.cli.text import path_text
 from agents.model.architectures import ModelFacts
 from agents.recording import Recorder
 from agents.recording.run_files import CONFIG
 from agents.rendering.renderer import Renderer
 from agents.types import SamplingParams
+from envs.config.files import read_file
+from envs.config.settings import changed, validate
 from envs.errors import UserError
 from envs.safe_text import write_text
 from envs.spec import EnvSpec
-from trainer.checkpoint.checkpointer import Checkpoint
-from trainer.checkpoint.restarts import found_checkpoint
-from trainer.checkpoint.run_dir import found_folder, locked, make_folder
-from trainer.checkpoint.settings_parts import found_parts, part_file
+from trainer.checkpoint.checkpointer import Checkpoint, newest_whole
+from trainer.checkpoint.run_dir import CHECKPOINTS, found_folder, locked, make_folder
 from trainer.config.learner import LearnerPlan
 from trainer.config.run import RunConfig
-from trainer.config.sources import write_config
+from trainer.config.sources import RESUME, write_config
 from trainer.learner.protocol import Learner
 from trainer.setup.components import StartedLearner, start_learner
 from trainer.setup.start import Start
@@ -62,10 +63,6 @@ class RunContext:
     checkpoint: Checkpoint | None
     cleanup: ExitStack
     start: Start = field(default_factory=Start, kw_only=True)
-
-    def at(self, checkpoint: Checkpoint | None) -> Self:
-        """Return the context of the run from a checkpoint on, or from its beginning."""
-        return replace(self, checkpoint=checkpoint)
 
     def recorder(self) -> Recorder | None:
         """Return a recorder of the run's episodes; None where they are not recorded."""
@@ -189,6 +186,17 @@ def open_run(
     return OpenedRun(folder, None)
 
 
+def found_checkpoint(folder: Path) -> Checkpoint | None:
+    """Return the newest whole checkpoint of a run folder, None where there is none."""
+    checkpoint = newest_whole(folder / CHECKPOINTS)
+    if checkpoint:
+        start = f"resumes after step {checkpoint.step}"
+    else:
+        start = "starts over: it has no whole checkpoint"
+    logger.info(f"the run in {path_text(folder)} {start}")
+    return checkpoint
+
+
 def remove_run(folder: Path, made: Sequence[Path] = ()) -> None:
     """Remove a run folder, and those of the folders `made` for it that are empty then."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -220,23 +228,17 @@ def begin_or_resume(
     checkpoint = opened.checkpoint
     if checkpoint:
         learner.learner.restore(checkpoint.learner)
-        for line in changed_settings(checkpoint, folder / CONFIG):
-            logger.warning(f"{CONFIG} is not as at step {checkpoint.step}: {line} (edited, or damaged?)")
-        if not found_parts(folder) and (checkpoint.folder / CONFIG).exists():  # the run began in an earlier version
-            first = part_file(folder, 1)
-            first.parent.mkdir(exist_ok=True)
-            first.write_bytes(checkpoint.read(CONFIG))
+        for change in changed_settings(checkpoint, config):
+            logger.info(change)
     write_config(config, folder / CONFIG)
     return learner
 
 
-def changed_settings(checkpoint: Checkpoint, file: Path) -> list[str]:
-    """Return the lines of a run's settings that are not those of its checkpoint: "lr: 5.0e-05 -> lr: 3.0e-05"."""
-    if not (checkpoint.folder / CONFIG).exists():  # of an earlier version
-        return []
-    texts = checkpoint.read(CONFIG).decode(), file.read_text(encoding="utf-8")
-    lines = ([line.partition("  #")[0].strip() for line in text.splitlines()] for text in texts)
-    old, new = ([line for line in several if not line.startswith("#")] for several in lines)
-    if len(old) != len(new):
-        return [f"{len(old)} lines -> {len(new)}"]
-    return [f"{before} -> {now}" for before, now in zip(old, new, strict=True) if before != now]
+def changed_settings(checkpoint: Checkpoint, config: RunConfig | SftConfig) -> list[str]:
+    """Return the settings that are not those of a run's checkpoint, such as "lr 1e-05 -> 1e-06 from step 3"."""
+    old = validate(type(config), read_file(type(config), checkpoint.folder / CONFIG))
+    return [
+        f"{path[-1]} {before!r} -> {now!r} from step {checkpoint.step + 1}"
+        for path, (before, now) in changed(config, old).items()
+        if path != RESUME
+    ]

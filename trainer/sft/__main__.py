@@ -57,7 +57,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     check_sources(config.model.model, config.data.data, config.data.eval_data)
     check_callbacks(config.log.callback)
     # These import torch, which takes seconds.
-    from trainer.checkpoint.restarts import run_restarting
     from trainer.checkpoint.session import RunFailed, check_finite, resume_hint, run_to_end
     from trainer.sft.loop import run_sft
     from trainer.sft.session import LIKELIHOOD_NOT_FINITE
@@ -99,16 +98,12 @@ def run(argv: Sequence[str] | None = None) -> int:
     )
     try:
         with context.cleanup, Display(console) as display:
-            restarts = config.checkpoint.max_restarts
-            training = run_restarting(context, lambda now: run_sft(now, display), restarts)
-            summary = run_to_end(training, "trainer.sft", context.folder)
+            summary = run_to_end(run_sft(context, display), "trainer.sft", context.folder)
         console.print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_gib']:.2f} GiB")
         console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
         check_finite(summary, LIKELIHOOD_NOT_FINITE)
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
-        if error.is_interrupted:
-            return 130
         return 1
     if summary["interrupted"]:
         console.print(resume_hint("trainer.sft", context.folder), soft_wrap=True, markup=False)

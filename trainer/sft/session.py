@@ -18,7 +18,6 @@ from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.checkpoint.model_card import ModelCard, ending_of, write_card
 from trainer.checkpoint.run_dir import MODEL
 from trainer.checkpoint.session import RunSession
-from trainer.checkpoint.settings_parts import history, keep_settings
 from trainer.config.sft import SftConfig
 from trainer.metrics.clock import StepClock
 from trainer.metrics.console import Display
@@ -81,8 +80,6 @@ class SftSession(RunSession[SftState]):
         super().__init__(
             context.folder, context.learner, state, context.num_steps, settings, config.log, config.checkpoint, display
         )
-        for change in keep_settings(context.folder, state.step, config):
-            logger.info(change)
         self.loss_before = state.loss_before
         self.loss_after = None
         # One thread reads all conversations: neither renderer nor image store is made for several.
@@ -217,12 +214,9 @@ class SftSession(RunSession[SftState]):
             tags=("supervised-fine-tuning",),
             base_model=config.model.model,
             data=tuple(filter(None, (config.data.data or config.env, config.data.eval_data))),
-            parts=history(self.folder, len(rows), config),
             step=len(rows),
             ending=ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted),
             tables=(("Losses", losses),) if len(losses) > 1 else (),
-            results={},
-            measured_on="",
             sees_images=self.context.data.renderer.images is not None,
         )
 

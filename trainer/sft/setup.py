@@ -63,10 +63,6 @@ class SftContext:
     checkpoint: Checkpoint | None
     cleanup: ExitStack
 
-    def at(self, checkpoint: Checkpoint | None) -> SftContext:
-        """Return the context of the run from a checkpoint on, or from its beginning."""
-        return replace(self, checkpoint=checkpoint)
-
 
 def load_data(config: SftConfig) -> SftData:
     """Read tokenizer, template and conversations, and check them all.
@@ -114,8 +110,7 @@ def prepare(config: SftConfig, data: SftData) -> SftContext:
     sampling = SamplingParams(stop_ids=data.renderer.stop_ids)
     with ExitStack() as cleanup:
         opened = open_run(config, f"sft-seed{config.seed}", cleanup)
-        num_tokens = num_steps * config.batch_size * data.train.num_tokens // count
-        plan = with_compile_chosen(config.plan(num_steps), data.model_path, num_tokens)
+        plan = with_compile_chosen(config.plan(num_steps), data.model_path)
         learner = begin_or_resume(config, plan, opened, data.model_path, sampling, cleanup)
         folder = opened.folder
         checkpoint = opened.checkpoint

@@ -104,9 +104,9 @@ def _is_megatron(trainer: Trainer, given: Given) -> bool:
 
 
 def _ranks(own: str, value: Value, names: _Names) -> Result:
-    """Return what ranks of Megatron share: a number of them, tokens, or micro-batches that are padded for it."""
+    """Return what ranks of Megatron share: a number of them, or tokens."""
     shares_matrices = names["matrix_ranks"] not in (1, None)
-    switches = {"sp": names["x"] == 1 and shares_matrices, "pad_microbatches": names["x"] in (False, None)}
+    switches = {"sp": names["x"] == 1 and shares_matrices}
     if not switches.get(own, not _is_in(value, "1 none null")):
         return _NOT_SHARED
     return {"backend": "megatron", own: "true" if own in switches else value}

@@ -23,13 +23,12 @@ from envs.errors import UserError
 from trainer.learner.protocol import Learner
 from trainer.learner.weight_group import GroupBroken, cancel
 from trainer.learner.weight_sender import Sent, WeightSender
-from trainer.weight_sync.transports import ServersTransport, Transfer
+from trainer.weight_sync.transports import ServersTransport, WeightPush
 
 #: How long a server may still wait in a broken group before it is restarted.
 STUCK_S = 10.0
-#: Tries to form a group of the servers that are left, and pushes that fail in a row before weights go over disk.
+#: Tries to form a group of the servers that are left before these weights go over disk.
 MAX_TRIES = 3
-MAX_FAILED = 3
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class GroupTransport(ServersTransport):
         self._is_required = is_required
         self._messages: Sequence[WeightMessage] = ()
         self._group: _Joined | None = None
-        self._num_failed = 0
-        self._has_sent = self._is_over_disk = False
+        self._is_over_disk = False
         engine.before_close = self._leave
 
     async def start(self) -> None:
@@ -67,36 +65,29 @@ class GroupTransport(ServersTransport):
             UserError: a server cannot be started or found, or no group can be formed although it is required.
         """
         await self.engine.start()
-        if self.engine.are_started_here:
-            await self._check_loaded()
         await self.push(0)
 
-    async def _push(self, version: int) -> Transfer:
+    async def _push(self, version: int) -> WeightPush:
         if self._is_over_disk:
             return await super()._push(version)
         try:
             group = await self._joined()
         except GroupBroken as error:
-            self._use_disk(str(error))
+            self._use_disk(str(error), version)
             return await super()._push(version)
         if group is None:
             return await super()._push(version)
         sent, fault = await self._send(group, version)
         if fault:
-            self._num_failed += 1
             await self._leave()
             self.engine.servers.events.append(f"weights {version} go over disk to servers that were lost: {fault}")
-        else:
-            self._num_failed = 0
-        is_first = version == 0 and not self._has_sent  # a run that has lost its learner may begin with 0 again
-        if fault and (is_first or self._num_failed == MAX_FAILED):
-            self._use_disk(fault)
-        self._has_sent = self._has_sent or not fault
-        return Transfer(sent.num_bytes, {"gather_s": sent.gather_s, "send_s": sent.send_s})
+            if version == 0:
+                self._use_disk(fault, version)
+        return WeightPush(sent.num_bytes, {"gather_s": sent.gather_s, "send_s": sent.send_s})
 
-    def _use_disk(self, fault: str) -> None:
-        """Send all later weights over disk. Raises `UserError` if a group is required and there has been none."""
-        if self._is_required and not self._has_sent and not self.engine.weight_version:
+    def _use_disk(self, fault: str, version: int) -> None:
+        """Send all later weights over disk. Raises `UserError` at the start if a group is required."""
+        if self._is_required and version == 0:
             rule = "needs servers that can form a process group with the learner, each on GPUs of its own"
             raise UserError("--sync nccl", rule, fault, "give --sync auto, or see the servers' logs")
         self._is_over_disk = True
@@ -112,6 +103,7 @@ class GroupTransport(ServersTransport):
         fault = ""
         num_tries = 0
         while True:
+            # A dead server that is still in the group would break it for all.
             await self._drop_dead()
             servers = self.engine.servers.up
             if not servers:
@@ -132,9 +124,9 @@ class GroupTransport(ServersTransport):
                 self._group = _Joined(address, members)
 
     def _members(self, servers: Sequence[WeightServer]) -> object:
-        """Return what changes when the learner is restarted, or a server, by us or, if it is not ours, by others."""
+        """Return what changes when a server is restarted, by us or, if it is not ours, by others."""
         numbers = [(server.url, server.num_restarts) for server in servers]
-        return self._sender.process, numbers, self.engine.num_loaded
+        return numbers, self.engine.num_loaded
 
     async def _drop_dead(self) -> None:
         """Report the servers that have died since the last push: the others would wait for them."""
@@ -157,6 +149,7 @@ class GroupTransport(ServersTransport):
         """
         counts = await asyncio.gather(*map(self._num_gpus, servers))
         hosts = [urlsplit(server.url).hostname or "" for server in servers]
+        # A server that still waits in an old group must not meet the members of the new one.
         name = f"trueturn-{secrets.token_hex(4)}"
         address = await asyncio.to_thread(self._sender.open_group, name, hosts, sum(counts))
 
@@ -164,12 +157,14 @@ class GroupTransport(ServersTransport):
             try:
                 await server.client.join_group(address, first_rank)
             except (ServerLost, ServerRefused) as error:
+                # Without this the other members would wait for this one to the end of their limit.
                 await asyncio.to_thread(cancel, address.host, address.port)
                 if isinstance(error, ServerLost):
                     self.engine.servers.report_lost(server, str(error), must_restart=True)
                 return str(error)
             return ""
 
+        # The learner is rank 0; a server has as many ranks as GPUs.
         ranks = [1 + sum(counts[:place]) for place in range(len(counts))]
         faults = await asyncio.gather(*map(one, servers, ranks), asyncio.to_thread(self._sender.join_group))
         return address, "; ".join(filter(None, faults))
@@ -209,6 +204,7 @@ class GroupTransport(ServersTransport):
         try:
             await self.engine.update(receive, version)
         except BaseException:
+            # A thread cannot be cancelled: the sender's ends once the group is broken.
             await give_up("the push was ended")
             raise
         finally:
@@ -223,6 +219,7 @@ class GroupTransport(ServersTransport):
             return
         clients = [server.client for server in self.engine.servers.up]
         leaving = (client.leave_group(group.address.name) for client in clients)
+        # A member that cannot answer has left already.
         await asyncio.gather(*leaving, asyncio.to_thread(self._sender.close_group), return_exceptions=True)
 
 
@@ -232,6 +229,7 @@ async def _unless(is_broken: asyncio.Event, call: Awaitable[None]) -> None:
     breaking = asyncio.ensure_future(is_broken.wait())
     try:
         await asyncio.wait((calling, breaking), return_when=asyncio.FIRST_COMPLETED)
+        # A server that has received everything may still be loading it.
         await asyncio.wait((calling,), timeout=STUCK_S)
         if not calling.done():
             raise ServerStuck(f"waited for another member of the group {STUCK_S:g} s after that was gone")

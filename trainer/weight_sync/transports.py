@@ -13,25 +13,23 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.engines.base import Engine, MemoryEngine, TrainableEngine
-from agents.engines.weight_servers import ServersEngine, WeightClient
+from agents.engines.base import Engine, MemoryEngine, TrainableEngine, memory_engine
+from agents.engines.weight_servers import ServersEngine, WeightClient, servers_of
 from agents.model.cpu import compute
 from agents.types import ProcessedImage
 from envs.errors import UserError
 from trainer.learner.cuda_ipc import WeightHandles
 from trainer.learner.protocol import Learner
-from trainer.weight_sync.weight_checks import WeightChecks
 
 E = TypeVar("E", bound=Engine)
 T = TypeVar("T", bound=TrainableEngine)
@@ -40,11 +38,23 @@ ShareWeights = Callable[[], AbstractContextManager[WeightHandles]]
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """The bytes of a push, and the seconds of its parts where they are known, such as `{"gather_s": 0.2}`."""
+class WeightPush:
+    """The bytes of new weights, the seconds in which the engine was paused for them, and the gap of a probe after that.
+
+    `parts` has the seconds of its parts where they are known, such as `{"gather_s": 0.2, "send_s": 0.1}`.
+    """
 
     num_bytes: int
     parts: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    probe_gap: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a step's push: `sync_s`, `sync_bytes`, `sync_gb_per_s`, and parts."""
+        metrics = {"sync_s": self.seconds, "sync_bytes": float(self.num_bytes)}
+        if self.seconds:
+            metrics["sync_gb_per_s"] = self.num_bytes / 1e9 / self.seconds
+        return metrics | {f"sync_{name}": seconds for name, seconds in self.parts.items()}
 
 
 class Transport(ABC, Generic[E]):
@@ -64,12 +74,16 @@ class Transport(ABC, Generic[E]):
     @property
     def events(self) -> Sequence[str]:
         """Messages for the console about the engine's servers, in order: lost, back, and so on."""
-        return ()
+        servers = servers_of(self.engine)
+        return servers.servers.events if servers else ()
 
     @property
     def busy_s(self) -> Sequence[float]:
         """The seconds so far in which each server wrote, or the embedded engine; empty where nobody knows."""
-        return ()
+        if servers := servers_of(self.engine):
+            return [server.busy.seconds for server in servers.servers.all]
+        embedded = memory_engine(self.engine)
+        return [embedded.busy.seconds] if embedded else ()
 
     async def start(self) -> None:
         """Start the engine with the weights that the learner starts from, which it has loaded itself.
@@ -80,11 +94,13 @@ class Transport(ABC, Generic[E]):
         await self.engine.start()
 
     @abstractmethod
-    async def push(self, version: int) -> Transfer:
+    async def push(self, version: int) -> WeightPush:
         """Bring the learner's weights to the engine as `version`, while it is paused or idle."""
 
     async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
         """Return the log-probs of a stream, as `Engine.score` does, from every server."""
+        if servers := servers_of(self.engine):
+            return await servers.score_everywhere(ids, images)
         return [await self.engine.score(ids, images)]
 
     def close(self) -> None:
@@ -94,16 +110,11 @@ class Transport(ABC, Generic[E]):
 class InProcessTransport(Transport[MemoryEngine]):
     """Copies weights to the embedded engine in memory."""
 
-    @property
-    def busy_s(self) -> Sequence[float]:
-        """The engine's seconds."""
-        return [self.engine.busy.seconds]
-
-    async def push(self, version: int) -> Transfer:
+    async def push(self, version: int) -> WeightPush:
         """Copy the learner's weights to the engine."""
         weights = dict(await compute(self.learner.weights))
         self.engine.load_weights(weights, version)
-        return Transfer(sum(weight.nbytes for weight in weights.values()))
+        return WeightPush(sum(weight.nbytes for weight in weights.values()))
 
 
 class DiskTransport(Transport[T]):
@@ -114,27 +125,27 @@ class DiskTransport(Transport[T]):
         self.folder = folder
         self._saved_version = -1
 
-    async def push(self, version: int) -> Transfer:
+    async def push(self, version: int) -> WeightPush:
         """Let the engine load the learner's weights, then delete the folders of older weights."""
-        transfer = await self._push(version)
+        push = await self._push(version)
         current = self.learner.steps_done
         # Not earlier: a server that was restarting may have been reading an older folder.
         for folder in self.folder.glob("version-*"):
             if folder != self._folder_of(current):
                 shutil.rmtree(folder, ignore_errors=True)
-        if self._saved_version != current:
-            self._saved_version = -1  # a learner that went back comes to that version again, with other weights
-        return transfer
+        return push
 
-    async def _push(self, version: int) -> Transfer:
+    async def _push(self, version: int) -> WeightPush:
         folder = await asyncio.to_thread(self.save)
         await self.engine.update_from_disk(folder, version)
-        return Transfer(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+        return WeightPush(sum(file.stat().st_size for file in folder.glob("*.safetensors")))
 
     def save(self) -> Path:
         """Return a checkpoint folder with the learner's current weights; it is written once per step."""
+        # A server that comes back asks in another thread, perhaps in the middle of a step.
         with self.learner.lock:
             version = self.learner.steps_done
+            # Several servers may come back in one step.
             if self._saved_version != version:
                 self.learner.save(self._folder_of(version), self.learner.dtype)
                 self._saved_version = version
@@ -153,49 +164,15 @@ class ServersTransport(DiskTransport[ServersEngine]):
 
     def __init__(self, learner: Learner, engine: ServersEngine, folder: Path) -> None:
         super().__init__(learner, engine, folder)
+        # A server that restarts has nothing of what was sent before.
         engine.current_weights = self.save
-        #: Compares what servers hold after every push with the learner's weights.
-        self.checks: WeightChecks | None = None
-
-    @property
-    def events(self) -> Sequence[str]:
-        """Messages about servers."""
-        return self.engine.servers.events
-
-    @property
-    def busy_s(self) -> Sequence[float]:
-        """The seconds of every server."""
-        return [server.busy.seconds for server in self.engine.servers.all]
 
     async def start(self) -> None:
         """Start the servers. External servers may hold any weights, so they get the learner's at once."""
         await super().start()
+        # Servers that the run starts load version 0 themselves.
         if not self.engine.are_started_here:
             await self.push(0)
-        else:
-            await self._check_loaded()
-
-    async def _check_loaded(self) -> None:
-        """Find out how servers hold what they loaded themselves; a learner that was resumed holds other weights."""
-        if self.checks and not self.learner.steps_done:
-            await self.checks.check()
-
-    async def push(self, version: int) -> Transfer:
-        """Let the servers load the learner's weights, and compare what they hold.
-
-        Raises:
-            WeightsDiffer: a server holds other weights.
-        """
-        transfer = await super().push(version)
-        if self.checks is None:
-            return transfer
-        began = time.perf_counter()
-        await self.checks.check()
-        return replace(transfer, parts={**transfer.parts, "check_s": time.perf_counter() - began})
-
-    async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
-        """Return the log-probs of every server."""
-        return await self.engine.score_everywhere(ids, images)
 
 
 class IpcTransport(ServersTransport):
@@ -217,20 +194,13 @@ class IpcTransport(ServersTransport):
         self._share_weights = share_weights
         self._node = node
 
-    async def start(self) -> None:
-        """Start the servers, and say which of them weights reach through the folder."""
-        await super().start()
-        here = self._node()
-        if far := [str(server.number) for server in self.engine.servers.all if server.client.node != here]:
-            how = "on other nodes than learner rank 0, read weights from the run folder, not over CUDA IPC"
-            self.engine.servers.events.append(f"servers {', '.join(far)}, {how}")
-
-    async def _push(self, version: int) -> Transfer:
+    async def _push(self, version: int) -> WeightPush:
         num_gpus = self.engine.gpus_per_server
         clients = [server.client for server in self.engine.servers.up]
         here = self._node()
         if not any(client.node == here for client in clients):
             return await super()._push(version)
+        # Written once for all far servers, before GPU memory is lent to the near ones.
         if any(client.node != here for client in clients):
             await asyncio.to_thread(self.save)
 
@@ -244,7 +214,7 @@ class IpcTransport(ServersTransport):
         with ExitStack() as stack:
             shared = await asyncio.to_thread(stack.enter_context, self._share_weights())
             await self.engine.update(push, version)
-            return Transfer(shared.num_bytes)
+            return WeightPush(shared.num_bytes)
 
 
 class AdapterTransport(Transport[ServersEngine]):
@@ -257,17 +227,7 @@ class AdapterTransport(Transport[ServersEngine]):
         super().__init__(merged.learner, merged.engine)
         self._merged = merged
         self._is_required = is_required
-        self._is_offered = self._is_refused = False
-
-    @property
-    def events(self) -> Sequence[str]:
-        """Messages about servers."""
-        return self._merged.events
-
-    @property
-    def busy_s(self) -> Sequence[float]:
-        """The seconds of every server."""
-        return self._merged.busy_s
+        self._is_refused = False
 
     async def start(self) -> None:
         """Start the servers, and offer them the learner's adapter.
@@ -276,32 +236,22 @@ class AdapterTransport(Transport[ServersEngine]):
             UserError: a server cannot be started or found, or refuses the adapter although it is required.
         """
         await self.engine.start()
-        await self._offer()
-        if self._is_refused:
-            await self.push(0)
-
-    async def _offer(self) -> None:
+        # Flags of a server may allow adapters, and it may still refuse this one.
         reason = await self.engine.offer_adapter(await asyncio.to_thread(self.learner.adapter))
-        self._is_offered = True
         if reason and self._is_required:
             raise refused(reason)
         if reason:
             note_merged(self.engine, reason)
             self._is_refused = True
+            await self.push(0)
 
-    async def push(self, version: int) -> Transfer:
-        """Load the learner's adapter into every server; offer it first, if the learner was lost before `start` did."""
-        if not self._is_offered:
-            await self._offer()
+    async def push(self, version: int) -> WeightPush:
+        """Load the learner's adapter into every server."""
         if self._is_refused:
             return await self._merged.push(version)
         adapter = await asyncio.to_thread(self.learner.adapter)
         await self.engine.update_adapter(adapter, version)
-        return Transfer(adapter.num_bytes)
-
-    async def scores(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> Sequence[NDArray[np.float32]]:
-        """Return the log-probs of every server."""
-        return await self._merged.scores(ids, images)
+        return WeightPush(adapter.num_bytes)
 
     def close(self) -> None:
         """Delete the files of whole weights, if there are any."""

@@ -303,18 +303,6 @@ class SGLangClient:
         """Leave a process group that weights were sent over."""
         await self._update("destroy_weights_update_group", {"group_name": group}, ALIVE_S)
 
-    async def checksums(self) -> list[dict[str, str]]:
-        """Return the checksums of all tensors by the server's own names, for each of its GPUs.
-
-        Raises:
-            ServerLost, ServerRefused: it gives none.
-        """
-        answer = await self.call("weights_checker", {"action": "checksum"}, RECEIVE_S)
-        try:
-            return [dict(rank["checksums"]) for rank in answer["ranks"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerRefused(f"{self.url}/weights_checker: {answer!r:.500}") from error
-
     async def _wait_until_idle(self) -> None:
         """Wait until the server has nothing in progress, as far as it tells, if new weights are to empty its cache.
 

@@ -77,9 +77,6 @@ class OneServer:
     async def leave_group(self, group: str) -> None:
         self.members = None
 
-    async def checksums(self) -> list[dict[str, str]]:
-        raise ServerRefused("has no checksums")
-
 
 @dataclass
 class OneServerAlone:

@@ -29,7 +29,6 @@ import io
 import json
 import os
 import pickle
-import re
 import time
 import zlib
 from collections import Counter
@@ -139,7 +138,6 @@ class Emulator:
         app.router.add_post("/init_weights_update_group", self.join_group)
         app.router.add_post("/destroy_weights_update_group", self.leave_group)
         app.router.add_post("/update_weights_from_distributed", self.update_from_group)
-        app.router.add_post("/weights_checker", self.check_weights)
         if self.release == NEW:
             app.router.add_post("/begin_weight_update", self.begin_update)
             app.router.add_post("/end_weight_update", self.end_update)
@@ -198,9 +196,6 @@ class Emulator:
             request.transport.abort()
         if fault == "keep the version":
             self.version = version
-        if fault == "spoil a weight":
-            with torch.no_grad():
-                list(self.engine.model.parameters())[-1][0] += 1e-3
         if fault == "keep the adapter" and len(self.adapters) > 1:  # the new name means the old values
             *_, old, new = self.adapters
             self.adapters[new] = self.adapters[old]
@@ -505,14 +500,6 @@ class Emulator:
             self._load(weights, body)
         return web.json_response({"success": True, "message": "ok"})
 
-    async def check_weights(self, request: web.Request) -> web.Response:
-        """Answer with the checksums of the tensors that each GPU has: some joined, and cut for several GPUs."""
-        assert (await request.json()) == {"action": "checksum"}
-        named = self.engine.model.named_parameters()
-        weights = {name.removeprefix("backbone."): weight.detach().to(self.dtype) for name, weight in named}
-        ranks = [{"checksums": held_by(weights, rank, self.num_gpus)} for rank in range(self.num_gpus)]
-        return web.json_response({"success": True, "message": "Success.", "ranks": ranks})
-
     async def begin_update(self, _: web.Request) -> web.Response:
         if self.has_session:
             return refusal("a weight-update session is already open; call end_weight_update() first")
@@ -641,28 +628,6 @@ def received(group: dist.ProcessGroup, body: Mapping[str, Any]) -> dict[str, Ten
         name: piece.clone().view(tensor.dtype).view(tensor.shape)
         for name, piece, tensor in zip(body["names"], pieces, empty, strict=True)
     }
-
-
-def held_by(weights: Mapping[str, Tensor], rank: int, count: int) -> dict[str, str]:
-    """Return the checksums of what one of `count` GPUs has, by the names that SGLang's Qwen3-VL has for it."""
-    joins = (("q_proj", "qkv_proj"), ("k_proj", "qkv_proj"), ("v_proj", "qkv_proj"))
-    joins += (("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"))
-    tensors: dict[str, list[Tensor]] = {}
-    for name, weight in weights.items():
-        cut_axis = (
-            1
-            if re.search(r"(o_proj|down_proj)\.weight", name)
-            else 0
-            if re.search("_proj|embed_tokens", name)
-            else None
-        )
-        part = weight.detach() if cut_axis is None else weight.detach().chunk(count, cut_axis)[rank]
-        name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
-        for ours, theirs in joins:
-            name = name.replace(f".{ours}.", f".{theirs}.")
-        tensors.setdefault(name, []).append(part)
-    flat = ((name, torch.cat(parts).flatten().contiguous().view(torch.uint8)) for name, parts in tensors.items())
-    return {name: hashlib.sha256(w.numpy()).digest()[:8].hex() for name, w in flat}
 
 
 def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:

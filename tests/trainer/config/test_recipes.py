@@ -35,7 +35,7 @@ MEGATRON = {("cluster", "backend"): "megatron"}
 #: What else a field needs that no value of its own can have alone, and values that a rule over several fields allows.
 NEEDED = {
     "ray_address": {("cluster", "num_learners"): 2},
-    **dict.fromkeys(("tp", "pp", "ep", "etp", "cp", "pad_microbatches"), MEGATRON),
+    **dict.fromkeys(("tp", "pp", "ep", "etp", "cp"), MEGATRON),
     "sp": MEGATRON | {("cluster", "tp"): 2},
     "lora_alpha": {("learner", "lora_rank"): 4},
     "lora_targets": {("learner", "lora_rank"): 4},
@@ -144,8 +144,8 @@ def test_a_kept_configuration_that_was_cut_is_refused_and_not_filled_with_defaul
 ) -> None:
     path = tmp_path / "config.yaml"
     write_config(RunConfig(seed=7), path)
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text[: int(share * len(text))], encoding="utf-8")
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(lines[: int(share * len(lines))]), encoding="utf-8")
     with pytest.raises(UserError, match=r"config.yaml: must be whole, to log.record, got an earlier end"):
         read_config(path)
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from agents.engines.hf import HFEngine
 from agents.model.policy import PolicyModel
@@ -24,13 +23,11 @@ from envs.types import Message, Sample
 from tests.builders import fresh_model, full_logprobs, group, play, request, sampling, trajectory
 from tests.processes import run_ranks
 from tests.prompts import make_image, question
-from tests.trainer.networks import logits
-from tests.trainer.steps import Stepped, random_samples, rank_main, relative, samples_of, take_step
+from tests.trainer.steps import Stepped, rank_main, relative, samples_of, take_step
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import LearnerConfig, OptimConfig
 from trainer.data.packing import collate
 from trainer.learner.fsdp_learner import FSDPLearner
-from trainer.learner.sharding import ROOM_FRAC, bytes_to_keep_gathered, reshard
 from trainer.types import TrainingSample
 
 OPTIM = OptimConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1)
@@ -376,38 +373,3 @@ def test_the_learning_rate_warms_up_and_then_follows_its_schedule(model: PolicyM
     rates = [learner.step([[]]).lr for _ in range(4)]
     cosine = [1.0, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]  # (1 + cos(k pi / 4)) / 2
     assert rates == pytest.approx([0.5 * cosine[0], *cosine[1:]])
-
-
-def test_reshard_auto_keeps_weights_gathered_once_a_step_has_left_room_and_the_step_is_the_same(
-    checkpoint: Path, model: PolicyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params, samples = SamplingParams(0.9, suppressed_ids=(model.image_token_id,)), random_samples(model)
-    optim, config = OptimConfig(lr=1e-3), LearnerConfig(reshard="always", max_tokens_per_microbatch=150)
-    need = bytes_to_keep_gathered(model, torch.float32)
-    assert need == 8 * sum(parameter.numel() for parameter in model.parameters())
-    after = []
-    for room in (need / ROOM_FRAC * 1.01, need / ROOM_FRAC * 0.99):  # of a GPU, which is not here
-        learner = FSDPLearner(fresh_model(checkpoint), params, 2, optim, config=config)
-        learner.step([samples])
-        with monkeypatch.context() as gpu:
-            gpu.setattr(torch.cuda, "mem_get_info", lambda _, room=room: (int(room) + 5, 0))
-            gpu.setattr(torch.cuda, "memory_reserved", lambda _: 7)
-            gpu.setattr(torch.cuda, "max_memory_allocated", lambda _: 12)
-            said = learner.choose_reshard()
-        learner.step([samples])
-        after.append((said.partition(" from now on")[0], learner.weights(), is_gathered_after_forward(learner)))
-    (kept, weights, is_kept), (freed, others, is_freed) = after
-    assert (kept, freed) == ("--reshard auto is never", "--reshard auto is always") and is_kept and not is_freed
-    # Without communication between ranks, both take the very same step.
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-
-def is_gathered_after_forward(learner: FSDPLearner) -> bool:
-    """Return whether all weights of the blocks stay gathered after a forward pass."""
-    with torch.no_grad():
-        logits(learner.model)
-    blocks = [parameter for block in learner.model.blocks for parameter in block.parameters()]
-    kept = {not isinstance(parameter, DTensor) for parameter in blocks}
-    reshard(learner.model)
-    assert len(kept) == 1
-    return kept.pop()

@@ -19,7 +19,7 @@ from trainer.config.learner import ClusterConfig, LearnerConfig
 from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES, check_resumable
 from trainer.learner.layout import Layout
-from trainer.learner.layout_rules import MODEL_TYPES, check_layout, is_possible
+from trainer.learner.layout_rules import MODEL_TYPES, check_layout
 from trainer.planning.qwen3_vl import qwen3_vl_config
 from trainer.setup.backend import GONE, INSTALL, check_backend, fallbacks
 
@@ -58,13 +58,12 @@ def test_the_flags_are_the_layout() -> None:
         "--etp",
         "2",
     ]
-    argv += ["--cp", "2", "--sp", "--pad-microbatches"]
+    argv += ["--cp", "2", "--sp"]
     assert Layout.of(parsed(*argv)) == Layout(2, 4, 8, 2, 2, True)
     assert Layout.of(ClusterConfig()) == Layout() and ClusterConfig().backend == "fsdp"
-    assert parsed(*argv).pad_microbatches and not parsed().pad_microbatches
 
 
-@pytest.mark.parametrize("flag", ["--tp 2", "--pp 2", "--ep 2", "--etp 2", "--cp 2", "--sp", "--pad-microbatches"])
+@pytest.mark.parametrize("flag", ["--tp 2", "--pp 2", "--ep 2", "--etp 2", "--cp 2", "--sp"])
 def test_a_layout_needs_the_backend_that_reads_it(flag: str) -> None:
     with pytest.raises(UserError, match=rf"^{flag.split()[0]}: needs --backend megatron, or nothing reads it, got "):
         parsed(*flag.split())
@@ -123,7 +122,6 @@ def test_settings_that_exclude_each_other_are_refused_before_the_model_is_read(a
 def test_a_layout_that_does_not_divide_is_one_line(name: str, layout: Layout, num_ranks: int, line: str) -> None:
     config = qwen3_vl_config(name)
     assert complaint(layout, num_ranks, config) == line
-    assert not is_possible(layout, num_ranks, config)
 
 
 def test_the_page_shows_lines_that_are_said() -> None:
@@ -143,7 +141,8 @@ def test_the_page_shows_lines_that_are_said() -> None:
 
 def test_key_value_heads_may_be_shared_or_copied_evenly() -> None:
     config = qwen3_vl_config("30b-a3b")  # 32 heads, 4 key-value heads
-    assert all(is_possible(Layout(size, sequence=size > 1), size, config) for size in (1, 2, 4, 8, 16))
+    for size in (1, 2, 4, 8, 16):
+        check_layout(Layout(size, sequence=size > 1), size, config)
     config.text_config.num_key_value_heads = 3
     assert complaint(Layout(2, sequence=True), 2, config) == (
         "--tp: must divide the 3 key-value heads, or be a multiple of them, got 2; give one of 1, 3"
@@ -154,7 +153,8 @@ def test_the_starter_can_share_its_matrices_between_two() -> None:
     said = [complaint(Layout(size), size, STARTER) for size in (3, 4)]
     assert said[0] == "--tp: must divide the 4 attention heads, got 3; give one of 1, 2, 4"
     assert said[1] == "--tp: must divide the 6 heads of the vision tower, got 4; give one of 1, 2, 3, 6"
-    assert all(is_possible(layout, 2, STARTER) for layout in (Layout(2), Layout(pipeline=2), Layout(context=2)))
+    for layout in (Layout(2), Layout(pipeline=2), Layout(context=2)):
+        check_layout(layout, 2, STARTER)
 
 
 def test_an_architecture_that_the_bridge_computes_in_another_way_is_refused() -> None:
@@ -223,10 +223,6 @@ def test_what_a_host_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_setting_that_the_backend_cannot_follow_is_refused_and_one_that_changes_nothing_is_said() -> None:
     assert refusal("", LearnerConfig(offload="optimizer")).startswith(
         "--offload: must be none with --backend megatron, got optimizer; leave it out"
-    )
-    assert refusal("--pad-microbatches", context_length=8192) == (
-        "--max-tokens-per-microbatch: must be at least --context-length 8192 with --pad-microbatches, got 4096; "
-        "give 8192, or leave --pad-microbatches out"
     )
     shared, reshard = fallbacks(LearnerConfig(reshard="always", compile="on"))
     assert "its packed streams cannot share one" in shared

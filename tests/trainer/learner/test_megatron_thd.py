@@ -53,10 +53,10 @@ def test_every_stream_lies_whole_in_the_row_with_its_own_positions(
 
 
 def test_padding_holds_no_model_token_and_counts_positions_on() -> None:
-    row = thd_row([_stream(5, mask=[0, 0, 1, 1, 1]), _stream(2, mask=[0, 1])], multiple=4, length=15)
-    assert row.starts_S1.tolist() == [0, 8, 16]
-    assert row.ids_T.tolist() == [1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0]
-    assert row.positions_3T[0].tolist() == [*range(8), *range(8)]
+    row = thd_row([_stream(5, mask=[0, 0, 1, 1, 1]), _stream(2, mask=[0, 1])], multiple=4)
+    assert row.starts_S1.tolist() == [0, 8, 12]
+    assert row.ids_T.tolist() == [1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 0, 0]
+    assert row.positions_3T[0].tolist() == [*range(8), *range(4)]
     assert row.before_N.tolist() == [1, 2, 3, 8] and row.targets_N.tolist() == [3, 4, 5, 2]
     assert row.longest == 8
 

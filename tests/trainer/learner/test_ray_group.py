@@ -29,7 +29,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from agents.rendering.renderer import Renderer
-from agents.types import ProcessedImage, SamplingParams
+from agents.types import ProcessedImage
 from envs.config.cli import leaves
 from envs.errors import UserError
 from starter.demonstrations import run as write_demonstrations
@@ -86,29 +86,6 @@ def test_what_a_rank_failed_of_is_said_from_the_beginning_of_each_line() -> None
     assert said.startswith("ray::Rank.step() | File x.py, line 3 | self.backward() | torch.OutOfMemoryError: CUDA out")
     assert said.endswith(LESS_MEMORY) and len(said) < 600
     assert end_of_traceback("a\nValueError: b\n") == "a | ValueError: b"
-
-
-@pytest.mark.parametrize(("fault", "decides"), [("torch.OutOfMemoryError: CUDA out of memory. ...", False), ("", True)])
-def test_a_learner_that_ran_out_of_memory_starts_again_without_what_auto_would_take(
-    monkeypatch: pytest.MonkeyPatch, fault: str, decides: bool
-) -> None:
-    from trainer.learner.ray_group import LearnerGroup
-
-    class Group(LearnerGroup):
-        """A learner on two GPUs that are not here."""
-
-        _end_ranks = _place = _join = close = lambda self, *_: None  # type: ignore[assignment]
-        is_here = True  # type: ignore[assignment]
-
-    monkeypatch.setattr("trainer.learner.ray_group.start_ray", lambda _: False)
-    config = RunConfig.model_validate({"cluster": {"num_gpus": 2}})
-    group = Group(config, "starter", SamplingParams())
-    assert group._is_reshard_open
-    for _ in range(2):  # and never again, whatever it is lost to later
-        group._lost = LearnerLost("learner rank 0 of 2 failed in step", fault)
-        group.restart()
-        assert group._is_reshard_open == decides
-        fault = ""
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 40)), max_size=40), st.integers(1, 5))
@@ -267,7 +244,6 @@ def test_a_rank_that_is_killed_ends_the_run_with_its_name_and_keeps_what_was_pla
 
     monkeypatch.setattr(LearnerGroup, "step", step_and_kill)
     argv = [*flags, "--problems-per-step", "3", "--steps", "500", "--out", str(tmp_path), "--name", "run"]
-    monkeypatch.setenv("TRUETURN_MAX_RESTARTS", "0")
     assert run([*argv, "--num-learners", "2"]) == 1
     error = capsys.readouterr().err.strip()
     assert len(error.splitlines()) == 1

@@ -21,8 +21,7 @@ from trainer.algorithms.policy_loss import PolicyTerms, ppo
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import LearnerConfig, OptimConfig
 from trainer.learner.fsdp_learner import FSDPLearner
-from trainer.rollouts.session import large_kl
-from trainer.types import ModelTokens, StepStats, TrainingSample
+from trainer.types import ModelTokens, TrainingSample
 
 #: A rate so low that all updates of a step see the same weights.
 STILL = OptimConfig(lr=1e-30, warmup_steps=0, weight_decay=0.0)
@@ -189,29 +188,6 @@ def test_the_ratio_of_a_later_update_is_to_the_weights_before_the_first(
     assert abs(ratios.mean() - 1) > 1e-3
     twice = learner_of(checkpoint, params, moving.model_copy(update={"epochs": 2})).step([samples])
     assert twice.objective["ratio_mean"] == pytest.approx((1 + ratios.mean()) / 2, rel=1e-5)
-
-
-def test_a_step_names_a_token_whose_kl_to_the_reference_rules_the_loss() -> None:
-    stats = StepStats(0.0, 0.0, 0.0, 1, 1, 0, 0.0, (0.0,), 0.0, 0.0, 0.0, 0.0, {"ref_kl": 0.1, "ref_kl_max": 535.0})
-    assert "a KL to the reference of 535" in large_kl(stats) and "kl_estimator: k2" in large_kl(stats)
-    for sound in ({"ref_kl_max": 9.9}, {}):
-        assert large_kl(replace(stats, objective=sound)) == ""
-
-
-def test_the_largest_kl_of_a_step_is_over_all_its_updates(checkpoint: Path, params: SamplingParams) -> None:
-    learner = FSDPLearner(
-        fresh_model(checkpoint),
-        params,
-        10,
-        OptimConfig(lr=1e-2, warmup_steps=0),
-        AlgorithmConfig(correction="none", kl_coef=0.1),
-        LearnerConfig(),
-        path=checkpoint,
-    )
-    parts = [streams(0.0, 1.0), streams(0.0, 0.0, 3.0, first=40)]
-    first, second = learner.step(parts).objective, learner.step(parts).objective
-    assert 0 < first["ref_kl"] < first["ref_kl_max"] < second["ref_kl_max"]
-    assert "ref_kl_max" not in learner_of(checkpoint, params).step(parts).objective
 
 
 def nll_of_right(tokens: ModelTokens, config: AlgorithmConfig) -> PolicyTerms:

@@ -210,7 +210,7 @@ def rank_main(rank: int, checkpoints: dict[str, Path], out: Path) -> None:
     torch.save(results, out / f"{rank}.pt")
 
 
-@pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(
     request: pytest.FixtureRequest, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:

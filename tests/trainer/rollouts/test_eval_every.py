@@ -216,14 +216,9 @@ def test_the_models_have_a_card_that_says_what_was_done_and_not_where(evaluated:
     for name, step in (("model", STEPS), ("best", summary["best"]["step"])):
         card = (evaluated / name / "README.md").read_text()
         front = yaml.safe_load(card.split("---")[1])
-        (result,) = front["model-index"][0]["results"]
-        point = next(point for point in summary["evaluations"] if point["step"] == step)
-        assert {metric["name"]: metric["value"] for metric in result["metrics"]} == {
-            f"held-out accuracy, {way.replace('_', ' ')}": accuracy for way, accuracy in point["accuracy"].items()
-        }
         assert front["pipeline_tag"] == "image-text-to-text" and "base_model" not in front  # it is a folder here
         assert f"{checkpoint.name} after {step} steps of reinforcement learning in the environment" in card
-        assert f"The run took all {STEPS} steps." in card and "| `--lr` | 0.001 | 5.0e-05 |" in card
+        assert f"The run took all {STEPS} steps." in card
         assert all(f"\n| {row['step']} | {row['reward']:.3f} |" in card for row in metrics_of(evaluated)[:1])
         assert f"torch {torch.__version__.partition('+')[0]}" in card
         assert (evaluated / name / "reward_curve.png").is_file() and "](reward_curve.png)" in card

@@ -20,9 +20,9 @@ from envs.errors import UserError
 from tests.builders import sampling
 from tests.environments import LUCKY, environment, lucky_lengths, write_rows
 from tests.paths import ROOT
+from tests.processes import kill_listener
 from tests.prompts import question
 from tests.recordings import lines_of
-from tests.trainer.checkpoint.learner_drill import fault_at, kill_listener, signal_rank
 from trainer.config.rollout import ServersConfig
 from trainer.run import run
 from trainer.setup.servers import check_server, place_servers
@@ -94,20 +94,6 @@ def test_a_run_with_learners_and_servers_on_two_nodes_learns_what_one_process_le
     freed = 2 if placement == "colocate" else 0  # in each step
     assert [log.count("freed kv_cache weights") for log in logs] == [freed] * 2
     assert_same_in_one_process(tmp_path / "runs" / "far", flags, max_staleness)
-
-
-@pytest.mark.slow
-def test_servers_free_their_memory_for_a_learner_that_starts_again(
-    cluster: Cluster, flags: list[str], tmp_path: Path
-) -> None:
-    cluster.add_node(num_cpus=2)
-    far = ["--num-servers", "1", "--num-learners", "2", "--ray-address", cluster.address, "--placement", "colocate"]
-    far += ["--engine", "sglang", "--engine-args=--enable-memory-saver", "--name", "far"]
-    with fault_at("rollout", 2, signal_rank(1)):
-        assert run([*flags, *far]) == 0
-    assert [row["step"] for row in lines_of(tmp_path / "runs/far/metrics.jsonl")] == [1, 2]
-    log = (tmp_path / "runs/far/servers/sglang-0.log").read_text()
-    assert log.count("freed kv_cache weights") == 4  # for step 1, the new ranks, and both steps again
 
 
 @pytest.mark.slow

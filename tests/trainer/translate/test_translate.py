@@ -22,7 +22,7 @@ from envs.config.cli import exit_code, parse
 from envs.config.settings import changed, leaves, values_of
 from envs.errors import UserError
 from tests.paths import ROOT
-from trainer.config.learner import BackendConfig, ClusterConfig
+from trainer.config.learner import ClusterConfig, LayoutConfig
 from trainer.config.other_trainers import other_trainers
 from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES
@@ -243,7 +243,7 @@ def test_the_example_of_slime_becomes_the_same_run(tmp_path: Path, capsys: pytes
         (
             "python -m rlinf actor.training_backend=megatron actor.model.tensor_model_parallel_size=2 "
             "actor.model.sequence_parallel=True actor.model.variable_seq_lengths=False",
-            {"tp": 2, "sp": True, "pad_microbatches": True},
+            {"tp": 2, "sp": True},
         ),
         ("python -m rlinf actor.training_backend=fsdp actor.model.variable_seq_lengths=False", {}),
     ],
@@ -253,7 +253,7 @@ def test_what_ranks_of_megatron_share_is_shared_here(
 ) -> None:
     config, _ = translated(capsys, source)
     expected = ClusterConfig(backend="megatron", **shared) if shared else ClusterConfig()
-    fields = BackendConfig.model_fields
+    fields = LayoutConfig.model_fields
     assert config.cluster.model_dump(include=set(fields)) == expected.model_dump(include=set(fields))
 
 

@@ -21,7 +21,6 @@ from torch import nn
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.process import LocalProcess
 from agents.engines.sglang.server_facts import Host
-from agents.engines.weight_servers import Adapter
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
@@ -34,7 +33,6 @@ from tests.servers import TAKES_ADAPTERS, serving
 from trainer.config.learner import LearnerConfig
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.lora import is_adapter
-from trainer.learner.protocol import LearnerLost
 from trainer.learner.sharding import reshard
 from trainer.setup.engines import adapters_alone
 from trainer.weight_sync.sync import SyncError, WeightSync
@@ -99,7 +97,11 @@ def external(url: str, checkpoint: Path) -> SGLangSettings:
     return SGLangSettings(str(checkpoint), urls=(url,), start_timeout_s=60)
 
 
-@pytest.fixture(scope="module", params=[(OLD, 1), (NEW, 2)], ids=["old", "new, two GPUs"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((OLD, 1), marks=pytest.mark.slow), (NEW, 2)],
+    ids=["old", "new, two GPUs"],
+)
 def adapting_server(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     release, num_gpus = request.param
     with serving(checkpoint, *TAKES_ADAPTERS, "--release", release, "--tp-size", str(num_gpus)) as url:
@@ -153,11 +155,10 @@ def test_servers_with_the_adapter_have_the_learners_logprobs_also_after_a_restar
 
     async def play(sync: WeightSync, engine: SGLangEngine) -> None:
         assert isinstance(sync.transport, AdapterTransport)
-        assert (await sync.start()).gap < 1e-5
+        assert await sync.start() < 1e-5
         move(learner)
         push = await sync.push(version=1)
-        assert push.probe is not None and push.probe.learner_moved is not None
-        assert push.probe.gap < 1e-5 and push.probe.learner_moved > 0.1
+        assert push.probe_gap is not None and push.probe_gap < 1e-5
         numbers = [p.numel() for name, p in learner.model.named_parameters() if is_adapter(name)]
         assert push.num_bytes == 4 * sum(numbers) < 0.2 * sum(w.nbytes for w in learner.weights().values())
         process = engine.servers.all[0].process
@@ -221,7 +222,7 @@ def test_a_running_server_with_other_weights_gets_the_checkpoint_below_the_adapt
     tell(url, "update_weights_from_disk", model_path=str(tmp_path / "other"), weight_version="7")
 
     async def play(sync: WeightSync, engine: SGLangEngine) -> float:
-        return (await sync.start()).gap
+        return await sync.start()
 
     assert play_with(external(url, checkpoint), learner, renderer, tmp_path, play) < 1e-5
 
@@ -255,7 +256,7 @@ def test_images_are_encoded_once_for_all_adapters(
         for version in (1, 2):
             move(learner, seed=version)
             await sync.push(version)
-            assert (await sync.probe()).gap < 1e-5
+            assert await sync.probe() < 1e-5
 
     play_with(external(url, checkpoint), learner, renderer, tmp_path, play)
     assert held(url)["num_images"] == 1
@@ -285,40 +286,16 @@ def test_an_adapter_whose_requests_were_aborted_in_the_queue_is_not_waited_for(
 
 
 @pytest.mark.slow
-def test_merged_weights_come_too_where_the_learner_was_lost_before_it_could_offer_its_adapter(
-    checkpoint: Path, renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner = learner_of(checkpoint, renderer)
-
-    def lost() -> Adapter:
-        raise LearnerLost("learner 0 is gone")
-
-    async def play(sync: WeightSync, engine: SGLangEngine) -> Completion:
-        with monkeypatch.context() as patch, pytest.raises(LearnerLost):
-            patch.setattr(learner, "adapter", lost)
-            await sync.start()
-        move(learner)
-        assert (await sync.start(version=3)).gap < 1e-5
-        (event,) = sync.transport.events
-        assert "merged weights, not the adapter alone" in event
-        return await turn(engine, renderer)
-
-    with serving(checkpoint) as url:
-        completion = play_with(external(url, checkpoint), learner, renderer, tmp_path, play)
-    assert completion.versions == ((3, len(completion.ids)),)
-
-
-@pytest.mark.slow
 def test_a_server_that_takes_no_adapters_gets_merged_weights_and_the_run_says_so_once(
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
     learner = learner_of(checkpoint, renderer)
 
     async def play(sync: WeightSync, engine: SGLangEngine) -> list[str]:
-        assert (await sync.start()).gap < 1e-5
+        assert await sync.start() < 1e-5
         move(learner)
         push = await sync.push(version=1)
-        assert push.probe is not None and push.probe.gap < 1e-5
+        assert push.probe_gap is not None and push.probe_gap < 1e-5
         assert push.num_bytes > sum(w.nbytes for w in learner.weights().values())  # and the headers of the file
         completion = await turn(engine, renderer)
         assert np.abs(own_logprobs(learner, renderer, completion) - completion.logprobs).max() < 1e-4
@@ -345,8 +322,8 @@ def test_a_server_that_fails_at_its_first_adapter_gets_merged_weights(
         await sync.start()
         move(learner)
         push = await sync.push(version=1)
-        assert push.probe is not None
-        return push.probe.gap, list(sync.transport.events)
+        assert push.probe_gap is not None
+        return push.probe_gap, list(sync.transport.events)
 
     gap, events = play_with(external(url, checkpoint), learner, renderer, tmp_path, play)
     assert gap < 1e-5 and len(events) == 1 and "status 500" in events[0]

@@ -37,12 +37,11 @@ from tests.trainer.weight_sync.test_sync import move
 from trainer.learner import weight_group
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.learner.weight_group import GroupBroken, WeightGroup, cancel, own_address
-from trainer.learner.weight_sender import RankSender, Sent
+from trainer.learner.weight_sender import RankSender
 from trainer.run import run
 from trainer.weight_sync import group_transport
 from trainer.weight_sync.group_transport import GroupTransport
-from trainer.weight_sync.sync import SyncError, WeightSync
-from trainer.weight_sync.weight_checks import SHARES, WeightChecks
+from trainer.weight_sync.sync import WeightSync
 
 PROMPT = question("Find x.", make_image())
 SERVER = (sys.executable, "-m", "tests.agents.engines.sglang_server")
@@ -68,7 +67,6 @@ def play_with(
         engine = SGLangEngine(settings, renderer.image_token_id)
         sender = RankSender(learner, SMALL)
         transport = GroupTransport(learner, engine, folder / "sync", sender, is_required)
-        transport.checks = WeightChecks(engine, sender)
         rendered = renderer.prompt(PROMPT)
         ids = learner.model.image_token_id
         sync = WeightSync(learner, transport, rendered.ids, rendered.images, ids, tolerance=0.01)
@@ -104,7 +102,7 @@ def test_two_servers_one_of_two_gpus_get_every_tensor_to_the_bit_and_leave_when_
                 move(learner)
                 push = await sync.push(version)
                 assert push.num_bytes == sum(2 * weight.numel() for weight in learner.weights().values())
-                assert set(push.parts) == {"gather_s", "send_s", "check_s"}
+                assert set(push.parts) == {"gather_s", "send_s"}
                 own = {name: w.to(torch.bfloat16).float() for name, w in learner.weights().items()}
                 assert await served(engine) == [digests(own)] * 2
                 names = [await server.client.weight_version() for server in engine.servers.up]
@@ -173,26 +171,6 @@ def test_a_server_that_dies_or_hangs_in_a_push_breaks_the_group_and_all_have_the
 
 
 @pytest.mark.slow
-def test_a_weight_that_arrives_wrong_is_found_by_its_checksum_and_named(
-    checkpoint: Path, renderer: Renderer, tmp_path: Path
-) -> None:
-    learner = learner_of(checkpoint, renderer)
-
-    async def play(sync: WeightSync, engine: SGLangEngine) -> None:
-        await sync.start()
-        client = engine.servers.all[0].client
-        count = len(await asyncio.to_thread(sync.transport._sender.messages))  # type: ignore[attr-defined]
-        faults = [*[""] * (count - 1), "spoil a weight"] * SHARES
-        await client.call("misbehave", {"path": "update_weights_from_distributed", "faults": faults})
-        with pytest.raises(SyncError, match=r"server 0 holds other weights .*: 1 of \d+ tensors differ"):
-            for version in range(1, SHARES + 1):
-                move(learner)
-                await sync.push(version)
-
-    play_with(started(checkpoint, tmp_path), learner, renderer, tmp_path, play)
-
-
-@pytest.mark.slow
 def test_a_group_that_cannot_be_formed_is_an_error_where_it_is_required_and_else_weights_go_over_disk(
     checkpoint: Path, renderer: Renderer, tmp_path: Path
 ) -> None:
@@ -234,7 +212,7 @@ def test_a_run_over_a_group_is_one_over_disk(checkpoint: Path, tmp_path: Path, f
     over_group, over_disk = (tmp_path / sync for sync in ("nccl", "disk"))
     one, other = lines_of(over_group / "metrics.jsonl"), lines_of(over_disk / "metrics.jsonl")
     assert [row["loss"] for row in one] == [row["loss"] for row in other] and one[0]["grad_norm"] > 0
-    assert all(row["rollout_train_kl"] < 1e-8 and row["sync_gb_per_s"] > 0 and row["sync_check_s"] > 0 for row in one)
+    assert all(row["rollout_train_kl"] < 1e-8 and row["sync_gb_per_s"] > 0 for row in one)
     streams = [[e["ids"] for e in episodes_in(run)] for run in (over_group, over_disk)]
     assert streams[0] == streams[1] and len(streams[0]) == 8
     weights = [load_file(run / "model" / "model.safetensors") for run in (over_group, over_disk)]
@@ -250,7 +228,7 @@ def test_a_run_sends_merged_adapters_over_a_group_also_when_it_is_resumed(checkp
         assert run(["--resume", str(tmp_path / "run"), "--steps", "2"]) == 0
     rows = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2] and all(row["rollout_train_kl"] < 1e-8 for row in rows)
-    assert rows[0]["probe_learner_moved"] > 1e-3 and all(row["probe_gap"] < 1e-5 for row in rows)
+    assert all(row["probe_gap"] < 1e-5 for row in rows)
     assert not (tmp_path / "run" / "sync").exists()
 
 
@@ -401,20 +379,6 @@ def test_a_server_that_restarts_while_the_others_join_is_not_taken_for_a_member(
         transport._join = joined  # type: ignore[method-assign]
         await transport._joined()
         assert joins == [2, 2]
-
-    asyncio.run(play())
-
-
-def test_a_run_that_begins_anew_survives_a_broken_group_also_where_a_group_is_required(tmp_path: Path) -> None:
-    async def play() -> None:
-        transport = idle_transport(tmp_path, is_required=True)
-        for version, fault in ((0, ""), (1, ""), (0, "a server is gone"), (1, "")):
-            sent = Sent(32, 0.1, 0.1, fault)
-            transport._sender.send_weights = lambda sent=sent: sent  # type: ignore[method-assign]
-            await transport.push(version)
-        events = transport.engine.servers.events
-        assert events == ["weights 0 go over disk to servers that were lost: a server is gone"]
-        assert transport._group is not None
 
     asyncio.run(play())
 

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.multiprocessing import reductions
 
 from agents.engines.hf import HFEngine
@@ -37,7 +36,7 @@ from trainer.learner.buckets import buckets
 from trainer.learner.cuda_ipc import COUNTER_PLACES, DEVICE_PLACE, Counters, WeightHandles, handles, share_weights
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.weight_sync.sync import SyncError, WeightSync
-from trainer.weight_sync.transports import InProcessTransport, IpcTransport, ServersTransport, Transfer
+from trainer.weight_sync.transports import InProcessTransport, IpcTransport, ServersTransport
 
 PROMPT = question("Find x.", make_image())
 
@@ -74,16 +73,13 @@ def test_the_embedded_engine_runs_the_learners_weights_after_a_push(
     sync = sync_of(learner, engine, renderer, tmp_path)
 
     async def play() -> None:
-        assert (await sync.start()).gap < 1e-5
+        assert await sync.start() < 1e-5
         move(learner)
-        probe = (await sync.push(version=1)).probe
-        assert probe is not None
-        assert probe.gap < 1e-5
-        assert probe.learner_moved == pytest.approx(probe.engine_moved, rel=1e-3)
-        assert probe.learner_moved is not None
-        assert probe.learner_moved > 0.1
+        gap = (await sync.push(version=1)).probe_gap
+        assert gap is not None
+        assert gap < 1e-5
         assert engine.weight_version == 1
-        assert (await sync.push(version=2)).probe is None  # proved once
+        assert (await sync.push(version=2)).probe_gap is None  # proved once
 
     asyncio.run(play())
 
@@ -177,27 +173,6 @@ def test_weights_for_a_server_that_comes_back_wait_for_the_learners_step_and_are
     assert saved == [("version-1", 1)]
 
 
-def test_weights_for_a_server_that_comes_back_are_written_again_if_the_learner_went_back_since(
-    checkpoint: Path, renderer: Renderer, tmp_path: Path
-) -> None:
-    """As over CUDA IPC or a process group, where only servers that were lost read the folder."""
-
-    class OverNoDisk(ServersTransport):
-        async def _push(self, version: int) -> Transfer:
-            return Transfer(0)
-
-    learner = learner_of(checkpoint, renderer)
-    transport = OverNoDisk(learner, silent_engine(renderer), tmp_path)
-    learner.steps_done = 3
-    transport.save()
-    learner.steps_done = 2  # restored from a checkpoint
-    asyncio.run(transport.push(2))
-    move(learner)
-    assert learner.steps_done == 3
-    saved, own = load_file(transport.save() / "model.safetensors"), learner.weights()
-    assert all(torch.equal(own[f"backbone.{name}"], weight) for name, weight in saved.items())
-
-
 def test_weights_in_several_messages_get_their_name_with_the_last_one() -> None:
     """Else a server that is lost between two of them would come back as one that has them all."""
     bodies: list[dict[str, Any]] = []
@@ -237,9 +212,9 @@ def test_servers_are_given_weights_from_disk_in_full_precision_and_again_after_a
         try:
             await sync.start()
             move(learner)
-            probe = (await sync.push(version=1)).probe
-            assert probe is not None
-            assert probe.gap < 1e-5
+            gap = (await sync.push(version=1)).probe_gap
+            assert gap is not None
+            assert gap < 1e-5
             process = engine.servers.all[0].process
             assert isinstance(process, LocalProcess)
             process.popen.kill()

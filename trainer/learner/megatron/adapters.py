@@ -42,6 +42,7 @@ def megatron_targets(targets: Sequence[str], reads_images: bool) -> list[str]:
             rule = "must end a linear layer's name"
             known = {"all-linear", *LAYERS}
             raise UserError("--lora-targets", rule, target, did_you_mean(target, known))
+    # The tower has layers of the same names.
     return [f"*language_model*.{name}" if reads_images else name for name in chosen]
 
 
@@ -53,6 +54,7 @@ def add_adapters(provider: Any, config: LearnerConfig) -> None:
         target_modules=megatron_targets(config.lora_targets, hasattr(provider, "vision_config")),
         dim=config.lora_rank,
         alpha=config.lora_alpha,  # type: ignore[arg-type]
+        # An engine has none, so with it the trainer would score another policy.
         dropout=0.0,
         lora_A_init_method="kaiming",
     )

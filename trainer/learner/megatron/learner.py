@@ -11,7 +11,7 @@ Legend: N model tokens of a micro-batch or sample, T tokens of a stream.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from agents.model.mrope import mrope_positions
 from agents.types import ProcessedImage, SamplingDistribution, SamplingParams
 from envs.errors import UserError
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.learner import BackendConfig, LearnerConfig, OptimConfig
+from trainer.config.learner import LayoutConfig, LearnerConfig, OptimConfig
 from trainer.data.packing import filler_row
 from trainer.learner.collectives import ensure_process_group
 from trainer.learner.layout import Layout
@@ -39,13 +39,14 @@ from trainer.learner.megatron.network import MegatronNetwork, check_rope, start_
 from trainer.learner.megatron.optimizer import MegatronOptimizer
 from trainer.learner.megatron.state import MegatronState
 from trainer.learner.megatron.thd import ThdBatch, padding_multiple, single_rows, thd_batch
+from trainer.learner.sharding import freeze_vision
 from trainer.learner.step_learner import OnMicroBatch, SampleLogprobs, StepLearner
 from trainer.learner.step_sums import StepSums
 from trainer.learner.weights_io import empty_model
 from trainer.types import Row, StepStats, TrainingSample
 
 #: Every rank holds the whole network.
-MEGATRON = BackendConfig(backend="megatron")
+MEGATRON = LayoutConfig(backend="megatron")
 
 
 class MegatronLearner(StepLearner[ThdBatch]):
@@ -53,7 +54,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
 
     Example::
 
-        learner = MegatronLearner(path, SamplingParams(), 20, backend=BackendConfig(backend="megatron", tp=2))
+        learner = MegatronLearner(path, SamplingParams(), 20, backend=LayoutConfig(backend="megatron", tp=2))
         stats = learner.step([samples])             # one optimizer update
         engine.load_weights(learner.weights(), version=1)
     """
@@ -66,7 +67,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         optim: OptimConfig = OptimConfig(),
         algorithm: AlgorithmConfig = AlgorithmConfig(),
         config: LearnerConfig = LearnerConfig(),
-        backend: BackendConfig = MEGATRON,
+        backend: LayoutConfig = MEGATRON,
         device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
@@ -84,30 +85,21 @@ class MegatronLearner(StepLearner[ThdBatch]):
         if self.device.type == "cuda" and self.device.index is not None:  # without an index: the current one
             torch.cuda.set_device(self.device)
         self.layout = Layout.of(backend)
-        multiple = padding_multiple(self.layout)  # a row is padded to one; a stage expects exactly its length
-        padded = -(-config.max_tokens_per_microbatch // multiple) * multiple
-        if backend.pad_microbatches:
-            self._row_length = padded
-        else:
-            self._row_length = 0
         #: The network of Transformers on the meta device, for its configuration and names: it takes no memory.
         self.model = empty_model(path, dtype)
-        if config.freeze_vision and not self.model.architecture.vision:
-            rule = "needs a network that takes images"
-            raise UserError("--freeze-vision", rule, self.model.config.model_type, "leave it out")
+        if config.freeze_vision:  # the provider freezes the network itself; this refuses one without a tower
+            freeze_vision(self.model)
         check_rope(self.model.config)
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         if self.model.architecture.vision and vocabulary % self.layout.tensor:
             rule = f"must divide the vocabulary of {vocabulary} ids of a network that takes images"
             raise UserError("--tp", rule, self.layout.tensor, "give a divisor of it")
         start_parallel(self.layout, seed)
-        self.network = MegatronNetwork(path, config, self.layout, dtype, self._row_length, changed=changed)
+        self.network = MegatronNetwork(path, config, self.layout, dtype, changed=changed)
         self.layout = replace(self.layout, sequence=self.network.sequence)
         self._reference: MegatronNetwork | None = None
         if algorithm.kl_coef and not config.lora_rank:
-            self._reference = MegatronNetwork(
-                path, config, self.layout, dtype, self._row_length, is_trained=False, changed=changed
-            )
+            self._reference = MegatronNetwork(path, config, self.layout, dtype, is_trained=False, changed=changed)
         self.optimizer = MegatronOptimizer(self.network.chunks, optim, dtype)
         self._state = MegatronState(self.network, self.optimizer)
 
@@ -130,20 +122,15 @@ class MegatronLearner(StepLearner[ThdBatch]):
         return single_rows(samples, padding_multiple(self.layout))
 
     def _collate(self, rows: list[Row], any_images: bool) -> ThdBatch:
+        # Every rank must run as many micro-batches as the others.
         rows = rows or [filler_row(self.model, with_image=False)]
         return self._thd(rows)
 
     def _thd(self, rows: Sequence[Row]) -> ThdBatch:
-        most = sum(row.num_tokens for row in rows)
-        if 0 < self._row_length < most:
-            rule = "needs --max-tokens-per-microbatch of at least the longest stream"
-            got = f"{most} tokens"
-            raise UserError(
-                "--pad-microbatches", rule, got, f"give --max-tokens-per-microbatch {most}, or leave it out"
-            )
-        return thd_batch(rows, padding_multiple(self.layout), self.network.context, self.device, self._row_length)
+        return thd_batch(rows, padding_multiple(self.layout), self.network.context, self.device)
 
     def _bins(self, rows: Sequence[Row]) -> list[list[Row]]:
+        # Without TransformerEngine, attention takes one stream at a time.
         if self.network.is_packed:
             return super()._bins(rows)
         most = int(self._max_over_ranks([float(len(rows))])[0])
@@ -156,15 +143,12 @@ class MegatronLearner(StepLearner[ThdBatch]):
         on_micro_batch: OnMicroBatch[ThdBatch],
         is_reference: bool = False,
     ) -> None:
+        network = self.network
+        adapters = contextlib.nullcontext()
         if is_reference and self._reference:
             network = self._reference
-        else:
-            network = self.network
-        # Without its adapters, the policy is its own reference.
-        if is_reference and not self._reference:
+        elif is_reference:  # without its adapters, the policy is its own reference
             adapters = disabled(network.chunks)
-        else:
-            adapters = contextlib.nullcontext()
         with torch.no_grad(), adapters:
             for bins in runs:
                 network.run(
@@ -202,6 +186,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         if self._is_reporter:
             stats = sums.stats(lr, self.network.groups.get_data_parallel_group())
         shared = [replace(stats, logprobs={}) if stats else None]
+        # Ranks of earlier stages have seen no log-prob.
         dist.broadcast_object_list(shared, src=self._first_reporter, device=self.device)
         assert shared[0] is not None, "the first reporter has the statistics"
         return replace(shared[0], logprobs=stats.logprobs if stats else {})
@@ -218,6 +203,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
 
         with self.lock, torch.no_grad():
             self.network.run(iter([batch]), 1, SamplingDistribution(), seen=on_micro_batch)
+            # Only ranks of the last stage know log-probs.
             dist.broadcast(values_N, src=self._first_reporter)
         return values_N.cpu().numpy()
 
@@ -239,15 +225,14 @@ class MegatronLearner(StepLearner[ThdBatch]):
             weight=0.0,
         )
 
-    def stream(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights in `dtype`, adapters merged, by their names in a checkpoint, one at a time.
 
         Every rank must take all: each weight is gathered from the ranks that hold its parts.
         """
         with self.lock:
             for name, weight in self.network.export():
-                if names is None or name in names:
-                    yield name, weight.detach().to(self.device, self.dtype)
+                yield name, weight.detach().to(self.device, self.dtype)
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of what `stream` yields, in its order; every rank must call it."""
@@ -306,7 +291,3 @@ class MegatronLearner(StepLearner[ThdBatch]):
         """Continue from a checkpoint that any layout wrote with `begin_checkpoint`; every rank must call it."""
         with self.lock:
             self.steps_done = self._state.restore(folder, with_optimizer)
-
-    def choose_reshard(self) -> str:
-        """Say that there is nothing to choose: Megatron keeps a rank's part of the weights in memory."""
-        return "--reshard has no use with --backend megatron"

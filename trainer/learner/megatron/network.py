@@ -35,7 +35,7 @@ _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 LossOf = Callable[[ThdBatch, Tensor, Tensor], Tensor]
 
 
-def provider_settings(config: LearnerConfig, layout: Layout, dtype: torch.dtype, row_length: int = 0) -> dict[str, Any]:
+def provider_settings(config: LearnerConfig, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     """Return the settings of Megatron-Bridge's model provider; those that a provider lacks are left out there."""
     return {
         "tensor_model_parallel_size": layout.tensor,
@@ -50,7 +50,7 @@ def provider_settings(config: LearnerConfig, layout: Layout, dtype: torch.dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": False,
         "calculate_per_token_loss": True,
-        "variable_seq_lengths": not row_length,
+        "variable_seq_lengths": True,
         "should_pad_vocab": True,  # so that any vocabulary can be shared; vocab_scores ignores the padding
         "make_vocab_size_divisible_by": 1,
         "gradient_accumulation_fusion": False,  # needs Apex
@@ -115,14 +115,10 @@ class MegatronNetwork:
         config: LearnerConfig,
         layout: Layout,
         dtype: torch.dtype,
-        row_length: int = 0,
         is_trained: bool = True,
         changed: Callable[[Any], None] | None = None,
     ) -> None:
-        """Build and load the network; `changed` may change the provider's settings before it builds.
-
-        With a `row_length`, all rows have as many tokens, and pipeline stages do not tell each other.
-        """
+        """Build and load the network; `changed` may change the provider's settings before it builds."""
         from megatron.bridge import AutoBridge
         from megatron.core import parallel_state
 
@@ -130,8 +126,7 @@ class MegatronNetwork:
         self.dtype = dtype
         self.bridge: Any = AutoBridge.from_hf_pretrained(str(path))
         provider: Any = self.bridge.to_megatron_provider(load_weights=True)
-        self._row_length = row_length
-        for name, value in provider_settings(config, layout, dtype, row_length).items():
+        for name, value in provider_settings(config, layout, dtype).items():
             if hasattr(provider, name):
                 setattr(provider, name, value)
         if changed is not None:
@@ -212,6 +207,7 @@ class MegatronNetwork:
 
             return self._forward(model, batch, distribution), finish
 
+        # Megatron chooses by the number of stages: with one it is a plain loop.
         schedule = get_forward_backward_func()
         for chunk in self.chunks:
             chunk.train(loss_of is not None)
@@ -220,7 +216,7 @@ class MegatronNetwork:
             data_iterator=batches,
             model=self.chunks[0],
             num_microbatches=count,
-            seq_length=self._row_length or 1,  # 1: lengths vary, and stages tell each other
+            seq_length=1,  # not read: lengths vary, and stages tell each other
             micro_batch_size=1,
             forward_only=loss_of is None,
         )
@@ -239,6 +235,7 @@ class MegatronNetwork:
             "position_ids": torch.from_numpy(
                 row.positions_3T[:, None] if self.reads_images else row.positions_3T[:1, mine_L]
             ).to(device),
+            # Packed streams are told apart by `packed_seq_params`.
             "attention_mask": None,
             "packed_seq_params": self._packed(batch) if self.is_packed else None,
             "output_processor": _scores,

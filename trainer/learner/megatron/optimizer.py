@@ -56,6 +56,7 @@ class MegatronOptimizer:
 
     def begin_moments(self) -> None:
         """Make the moments that the first step would make, each 0: a checkpoint holds them, also before that step."""
+        # A rank that has no parameters of a kind has a stub for them.
         for part in self.inner.chained_optimizers:
             if not part.is_stub_optimizer:
                 part.init_state_fn(part.optimizer, part.config)

@@ -62,6 +62,7 @@ class MegatronState:
         assert not self._is_pending, "one state is written at a time"
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
+        # No rank may write into a folder that is not there yet.
         dist.barrier()
         self._queue = self._queue or AsyncCallsQueue()
         self._optimizer.begin_moments()

@@ -57,6 +57,7 @@ class ThdRow:
         mine_L = self.split(context)[rank]
         local_T[mine_L] = np.arange(len(mine_L))
         local_N = local_T[self.before_N]
+        # -1: another CP rank has the logits that predict the token.
         chosen = np.flatnonzero(local_N >= 0)
         return chosen, local_N[chosen]
 
@@ -74,8 +75,8 @@ class ThdBatch(TokenBatch):
     places: tuple[Tensor, Tensor]
 
 
-def thd_row(samples: Sequence[TrainingSample], multiple: int = 1, length: int = 0) -> ThdRow:
-    """Pack whole streams into one row, each padded to a multiple; the last also to a row of `length` tokens, if given.
+def thd_row(samples: Sequence[TrainingSample], multiple: int = 1) -> ThdRow:
+    """Pack whole streams into one row, each padded to a multiple.
 
     Padding repeats id 0 and counts the stream's positions on.
     """
@@ -83,18 +84,18 @@ def thd_row(samples: Sequence[TrainingSample], multiple: int = 1, length: int = 
     positions: list[NDArray[np.int64]] = []
     starts = [0]
     before = []
-    for number, sample in enumerate(samples, 1):
+    for sample in samples:
         start = starts[-1]
         own = len(sample.ids_T)
         size = -(-own // multiple) * multiple
-        if number == len(samples):
-            size = max(size, -(-length // multiple) * multiple - start)
         if own:
             last = sample.positions_3T[:, -1:]
         else:
             last = np.zeros((3, 1), np.int64)
+        # Any id will do: no token that is trained sees padding.
         ids.append(np.pad(sample.ids_T, (0, size - own)))
         positions.append(np.concatenate([sample.positions_3T, last + 1 + np.arange(size - own)], axis=1))
+        # The logits at t - 1 predict token t.
         before.append(np.flatnonzero(sample.mask_T) - 1 + start)
         starts.append(start + size)
     return ThdRow(
@@ -119,6 +120,7 @@ def padding_multiple(layout: Layout) -> int:
         chunks = 2 * layout.context
     else:
         chunks = 1
+    # Tensor ranks share out what is on one CP rank once more.
     return chunks * (layout.tensor if layout.sequence else 1)
 
 
@@ -135,16 +137,15 @@ def zigzag(starts_S1: NDArray[np.int32], context: int) -> list[NDArray[np.int64]
         assert (end - start) % (2 * context) == 0, f"a stream of {end - start} tokens in {2 * context} chunks"
         chunks = np.arange(start, end).reshape(2 * context, -1)
         for rank, own in enumerate(ranks):
+            # An early chunk attends to few tokens, a late one to many: a pair costs each rank the same.
             own += [chunks[rank], chunks[2 * context - 1 - rank]]
     return [np.concatenate(own) for own in ranks]
 
 
-def thd_batch(
-    rows: Sequence[Row], multiple: int, context: tuple[int, int], device: torch.device, length: int = 0
-) -> ThdBatch:
+def thd_batch(rows: Sequence[Row], multiple: int, context: tuple[int, int], device: torch.device) -> ThdBatch:
     """Return the micro-batch of rows for one of `context` = (rank, ranks) CP ranks."""
     samples = [sample for row in rows for sample in row.samples]
-    row = thd_row(samples, multiple, length)
+    row = thd_row(samples, multiple)
     cp_rank, cp_size = context
     chosen, local = (torch.from_numpy(a).to(device, non_blocking=True) for a in row.places(cp_size, cp_rank))
     targets_N = torch.from_numpy(row.targets_N).to(device, non_blocking=True)
@@ -165,4 +166,5 @@ class PaddedRow(Row):
 
 def single_rows(samples: Sequence[TrainingSample], multiple: int) -> list[Row]:
     """Return a row for each sample."""
+    # One stream a row: bins still put several of them into a micro-batch.
     return [PaddedRow((sample,), multiple) for sample in samples]

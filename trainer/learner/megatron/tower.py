@@ -21,6 +21,7 @@ def towers_of(chunks: Sequence[Any], shares_tokens: bool) -> Iterator[Tower]:
     """Yield the vision towers of a network: one on the first pipeline stage, none on the others."""
     for chunk in chunks:
         for module in chunk.modules():
+            # By name: Megatron-Bridge may not be installed where this is read.
             if type(module).__name__ == "Qwen3VLVisionModel":
                 yield Tower(module, shares_tokens)
 
@@ -54,6 +55,7 @@ class Tower:
         module.rot_pos_emb = _once_for_each(module.rot_pos_emb)
         module.build_packed_seq_params = _with_number(module.build_packed_seq_params)
         self._encode = module.forward
+        # The network calls its tower itself, once in the forward of each micro-batch.
         module.forward = self._shown
         self._shares_tokens = shares_tokens
         self._groups: deque[Sequence[Sequence[ProcessedImage]]] = deque()
@@ -123,6 +125,7 @@ class Tower:
         self._encoded = []
         self._given = []
         apart = [(x, leaf.grad) for x, leaf in zip(encoded, given, strict=True) if x is not leaf]
+        # Features that no trained token depends on have no gradient.
         pairs = [(x, grad.to(x.dtype)) for x, grad in apart if grad is not None]
         if pairs:
             torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
@@ -159,6 +162,7 @@ def _once_for_each(rows_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
 def _with_number(params_of: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     def params(grids_n3: Tensor) -> Any:
         made = params_of(grids_n3)
+        # Read here once, or each layer would wait for the GPU to tell it.
         made.max_seqlen_q = made.max_seqlen_kv = int(made.max_seqlen_q)
         return made
 

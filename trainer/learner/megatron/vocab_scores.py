@@ -46,6 +46,7 @@ def vocab_scores(
 
     All ranks of the group get the same. The gradient of `hidden_NH` is the sum over the group: each rank has all of it.
     """
+    # Logits are float32 whatever surrounds the call.
     with torch.autocast(hidden_NH.device.type, enabled=False):
         return _VocabScores.apply(hidden_NH, weight_VH, targets_N, distribution, shard, compiled)  # type: ignore[no-any-return]
 
@@ -67,7 +68,9 @@ class _VocabScores(torch.autograd.Function):
         summarise = kernel(_sums, compiled)
         for chunk in chunks_of(len(hidden_NH), len(weight_VH)):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, distribution, shard)
+            # All ranks must subtract the same maximum, or their sums do not add up.
             top_C = _reduced(logits_CV.amax(-1), dist.ReduceOp.MAX, shard)
+            # Three sums in one reduction: every chunk waits for the slowest rank.
             sums_3C = summarise(logits_CV, top_C, _own(targets_N[chunk], len(weight_VH), shard))
             total_C, inner_C, target_C = _reduced(sums_3C, dist.ReduceOp.SUM, shard)
             log_C = total_C.log()
@@ -76,6 +79,7 @@ class _VocabScores(torch.autograd.Function):
                 log_C - inner_C / total_C,
                 top_C + log_C,
             )
+        # Not the logits: the backward computes them again, chunk by chunk.
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, norm_N)
         ctx.distribution = distribution
         ctx.shard = shard
@@ -103,6 +107,7 @@ class _VocabScores(torch.autograd.Function):
             grad_hidden_NH[chunk] = float32_product(grad_CV, weight_VH)
             if grad_weight_VH is not None:
                 grad_weight_VH += float32_product(grad_CV.T, hidden_NH[chunk])
+        # A rank has the gradient of its own rows of the vocabulary alone.
         grad_hidden_NH = _reduced(grad_hidden_NH, dist.ReduceOp.SUM, shard).to(hidden_NH.dtype)
         return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None, *[None] * 4
 
@@ -113,6 +118,7 @@ def _sums(logits_CV: Tensor, top_C: Tensor, own_C: Tensor) -> Tensor:
     target_C = torch.where(own_C >= 0, shifted_CV.gather(-1, own_C.clamp(min=0)[:, None])[:, 0], 0.0)
     exps_CV = shifted_CV.exp()
     total_C = exps_CV.sum(-1)
+    # -inf of a suppressed id, times its probability 0, would be NaN.
     inner_C = exps_CV.mul_(shifted_CV.clamp_(min=LEAST)).sum(-1)
     return torch.stack([total_C, inner_C, target_C])
 
@@ -126,6 +132,7 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, distribution: SamplingDistribu
     own = [number - shard.start for number in distribution.suppressed_ids if 0 <= number - shard.start < count]
     if own:
         logits_CV[:, own] = float("-inf")
+    # Padding rows have values of their own: none of the probability may go there.
     logits_CV[:, max(0, shard.size - shard.start) :] = float("-inf")
     return logits_CV
 
@@ -155,6 +162,7 @@ class _JoinContext(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values_KM: Tensor, places_M: Tensor, num_tokens: int, group: Any) -> Tensor:
         ctx.save_for_backward(places_M)
+        # Each token is set on one rank, so a sum joins parts whose sizes nobody has to know.
         all_KN = values_KM.new_zeros(len(values_KM), num_tokens)
         all_KN[:, places_M] = values_KM
         if group is not None:
