@@ -26,6 +26,8 @@ GIB = 2**30
 #: Compiled blocks keep this share of the activations: the 2B shape on one and two H100s, 16,384 tokens a micro-batch
 #: (scaling_backends.json and learner_2b.json of benchmarks/results).
 COMPILED_SHARE = 0.38
+#: Rank of the adapters in the table: it hardly changes the memory.
+LORA_RANK = 32
 _COLUMNS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "total")
 
 
@@ -176,13 +178,13 @@ def empty_network(name: str) -> PolicyModel:
     return meta_model(empty_model(name).config)
 
 
-def memory_table(networks: MetaNetworks, plan: Plan, lora_rank: int, memory_gib: float) -> str:
+def memory_table(networks: MetaNetworks, plan: Plan, memory_gib: float) -> str:
     """Return a line in GiB for each choice of what to train and recompute that the network allows."""
     choices = {"all": LearnerConfig()}
     if networks.network.architecture.vision:
         choices["no vision"] = LearnerConfig(freeze_vision=True)
     if importlib.util.find_spec("peft"):
-        choices["LoRA"] = LearnerConfig(lora_rank=lora_rank)
+        choices["LoRA"] = LearnerConfig(lora_rank=LORA_RANK)
     lines = [f"{'trained':<10} {'recomputed':>10} " + " ".join(f"{name:>11}" for name in _COLUMNS) + "  fits"]
     for trained, learner in choices.items():
         for recompute in (0.0, 0.5, 1.0):
@@ -225,13 +227,16 @@ def decoder_block(config: Any) -> int:
     output. A token that k experts see is copied for each of them: input and output, 4 H bytes.
     """
     hidden = config.hidden_size
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or hidden // heads
-    queries_and_keys = (heads + config.num_key_value_heads) * size
+    queries_and_keys = (config.num_attention_heads + config.num_key_value_heads) * head_size(config)
     attention = (10 if config.model_type.startswith("qwen3") else 4) * queries_and_keys
     if experts := getattr(config, "num_experts_per_tok", 0):
         return 16 * hidden + attention + experts * (4 * hidden + 8 * config.moe_intermediate_size)
     return 16 * hidden + attention + 8 * config.intermediate_size
+
+
+def head_size(config: Any) -> int:
+    """Return the width of an attention head, with the sizes of a text configuration."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def vision_block(config: Any) -> int:

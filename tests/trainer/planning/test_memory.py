@@ -235,5 +235,3 @@ def test_the_command_prints_a_table_that_says_it_is_computed(
     for argv in (["--gpus", "0"], ["--tokens", "10", "--image-tokens", "11"], ["--model", str(tmp_path)]):
         assert exit_code(lambda argv=argv: run(argv)) == 2
     assert "must be a model folder or hub id" in capsys.readouterr().err
-    assert exit_code(lambda: run(["--backend", "megatron"])) == 2
-    assert "--backend: must be fsdp: Megatron's memory was missed" in capsys.readouterr().err
