@@ -26,16 +26,14 @@ if TYPE_CHECKING:
     from trainer.rollouts.protocol import Rollouts
     from trainer.rollouts.session import TrainingSession
     from trainer.setup.run_context import RunContext
-    from trainer.setup.start import Start
 
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags and train; return the exit code."""
     description = "Train a policy by reinforcement in an environment."
-    parts = run_parts(
+    parts = checked_parts(
         lambda sources: parse(RunConfig, argv, "python -m trainer.run", description, sources, FIRST_SETTINGS)
     )
-    check_settings(parts[0])
     # Imported late, so that --help and a wrong setting answer at once.
     from trainer.checkpoint.session import RunFailed
 
@@ -58,11 +56,14 @@ class FinishedRun:
     is_interrupted: bool
 
 
-def run_parts(read: Callable[[Sources], RunConfig]) -> list[RunConfig]:
-    """Return the configurations to train by, one after the other.
+def checked_parts(read: Callable[[Sources], RunConfig]) -> list[RunConfig]:
+    """Return the configurations to train by, one after the other, checked as far as that takes no torch.
 
     There are several for `--replay-rollouts` of a run that was resumed with other settings: each step then has those of
     the recorded step. `read` returns the configuration that the user gave, over what it inherits from the recording.
+
+    Raises:
+        UserError: a setting is wrong, a path does not exist, or a run to resume has other settings.
     """
     config = with_whole_paths(read(SOURCES))
     run = config.stages.replay_rollouts
@@ -79,7 +80,9 @@ def run_parts(read: Callable[[Sources], RunConfig]) -> list[RunConfig]:
         parts.append(
             own.model_copy(update={"steps": end, "checkpoint": kept if end < config.steps else own.checkpoint})
         )
-    return parts or [config]
+    parts = parts or [config]
+    check_settings(parts[0])
+    return parts
 
 
 def train_parts(parts: Sequence[RunConfig], console: Console, age_s: float = 0.0) -> FinishedRun:
@@ -129,6 +132,8 @@ def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRu
     """
     from agents.rollout.garbage_collection import tune_garbage_collection
     from trainer.preflight.quick import QuickChecks
+    from trainer.rollouts.live import LiveRollouts, prepare
+    from trainer.rollouts.recorded import RecordedRollouts, prepare_replay
     from trainer.setup.start import Start
 
     console.print(f"loading model and {'problems' if config.plays else 'recording'} ...")
@@ -139,7 +144,12 @@ def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRu
         with start.watched():
             with start.clock.stage("the first checks"):
                 doctor.check_config()
-            context, rollouts = prepared(config, start)
+            if config.plays:
+                context = prepare(config, start)
+                rollouts = LiveRollouts(context)
+            else:
+                context = prepare_replay(config, start)
+                rollouts = RecordedRollouts(context)
             with start.clock.stage("the doctor"):
                 doctor.check_context(context)
             tune_garbage_collection()
@@ -151,19 +161,6 @@ def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRu
         return run_prepared(context, rollouts, console)
     finally:
         context.close()
-
-
-def prepared(config: RunConfig, start: Start) -> tuple[RunContext, Rollouts]:
-    """Check everything and build the context of a run, and its rollouts. Raises `UserError` where a check fails."""
-    if config.plays:
-        from trainer.rollouts.live import LiveRollouts, prepare
-
-        context = prepare(config, start)
-        return context, LiveRollouts(context)
-    from trainer.rollouts.recorded import RecordedRollouts, prepare_replay
-
-    context = prepare_replay(config, start)
-    return context, RecordedRollouts(context)
 
 
 def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> FinishedRun:

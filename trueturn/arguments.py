@@ -49,28 +49,14 @@ def public(*, without: Collection[str] = (), **names: str) -> Callable[[F], F]:
     names = dict.fromkeys(without, "") | names
 
     def decorate(function: F) -> F:
-        @contextlib.contextmanager
-        def checked(args: tuple[Any, ...], settings: Mapping[str, Any]) -> Iterator[None]:
-            _check(function, args, settings, names)
-            with _in_python(_help_of(function), names):
-                yield
-
         @functools.wraps(function)
         def call(*args: Any, **settings: Any) -> Any:
-            with checked(args, settings):
+            _check(function, args, settings, names)
+            with _in_python(_help_of(function), names):
                 return function(*args, **settings)
 
-        @functools.wraps(function)
-        async def call_async(*args: Any, **settings: Any) -> Any:
-            with checked(args, settings):
-                return await function(*args, **settings)
-
-        if inspect.iscoroutinefunction(function):
-            decorated = call_async
-        else:
-            decorated = call
-        setattr(decorated, ELSEWHERE, frozenset(names))
-        return cast(F, decorated)
+        setattr(call, ELSEWHERE, frozenset(names))
+        return cast(F, call)
 
     return decorate
 
@@ -124,18 +110,13 @@ def _adapters(function: Callable[..., Any]) -> Mapping[str, TypeAdapter[Any]]:
 
 def _description(function: Callable[..., Any], name: str) -> str:
     """Return what the docstring says of an argument."""
-    described = docstring_parser.parse(inspect.getdoc(_sync(function)) or "").params
+    described = docstring_parser.parse(inspect.getdoc(function) or "").params
     text = next((each.description or "" for each in described if each.arg_name == name), "")
     return " ".join(text.split()).removesuffix(".")
 
 
 def _help_of(function: Callable[..., Any]) -> str:
-    return f"help(tt.{_sync(function).__qualname__.removesuffix('.__init__')})"
-
-
-def _sync(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the blocking twin of an `_async` function, whose docstring describes the arguments, else the function."""
-    return function.__globals__.get(function.__name__.removesuffix("_async"), function)
+    return f"help(tt.{function.__qualname__.removesuffix('.__init__')})"
 
 
 @contextlib.contextmanager
