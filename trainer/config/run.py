@@ -196,12 +196,9 @@ class RunConfig(Section):
             raise UserError("--minibatches", rule, self.optim.minibatches, fix)
         if self.plays and self.rollout.keep_kv_cache:
             self._check_kv_cache()
-        self.cluster.check(self.model.device)
         if self.plays:
             self.model.check_room(self.data.max_prompt_tokens)
-            chosen = self.engine_choice[0]
-            self.engine.check(chosen)
-            if chosen != "sglang" and self.cluster.num_gpus:
+            if self.engine_choice[0] != "sglang" and self.cluster.num_gpus:
                 check_device("cuda")
 
     def _check_kv_cache(self) -> None:

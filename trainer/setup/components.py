@@ -30,6 +30,7 @@ from trainer.learner.build import build_learner
 from trainer.learner.compile_choice import explain, is_compiled
 from trainer.learner.cuda_ipc import share_weights
 from trainer.learner.protocol import Learner
+from trainer.learner.weight_group import SHARED_VARIABLES
 from trainer.learner.weight_sender import RankSender, WeightSender
 from trainer.learner.weights_io import meta_model
 from trainer.weight_sync.transports import ShareWeights
@@ -45,14 +46,13 @@ class StartedLearner:
     """A learner that is ready to train, and where it runs.
 
     `share_weights` hands its weights to servers on the node of rank 0; None if they are on no GPU, or servers start on
-    another host. `sender` sends them to any host. `gpus_here` lists the GPUs of this host that it uses. `node` returns
-    that of rank 0 where servers start on any node of a cluster, else ""; `is_apart`: they have GPUs of their own there.
+    another host. `sender` sends them to any host. `node` returns that of rank 0 where servers start on any node of a
+    cluster, else ""; `is_apart`: they have GPUs of their own there.
     """
 
     learner: Learner
     share_weights: ShareWeights | None
     sender: WeightSender
-    gpus_here: tuple[int, ...]
     node: Callable[[], str] = str
     is_apart: bool = False
 
@@ -74,14 +74,8 @@ def start_learner(
     if not config.cluster.num_ranks:
         device = torch.device(config.model.device)
         learner = build_learner(config, model_path, sampling, device)
-        on_gpu = device.type == "cuda"
-        if on_gpu:
-            gpus = (torch.cuda.current_device(),)
-            share = partial(share_weights, learner)
-        else:
-            gpus = ()
-            share = None
-        return StartedLearner(learner, share, RankSender(learner), gpus)
+        share = partial(share_weights, learner) if device.type == "cuda" else None
+        return StartedLearner(learner, share, RankSender(learner))
     from trainer.learner.ray_group import LearnerGroup
 
     group = LearnerGroup(config, model_path, sampling, room.learners if room else None)
@@ -89,9 +83,9 @@ def start_learner(
     can_share = (room or group.is_here) and group.device.type == "cuda"
     share = group.share_weights if can_share else None
     if room is None:
-        return StartedLearner(group, share, group, group.gpus_here)
+        return StartedLearner(group, share, group)
     room.hold(group)
-    return StartedLearner(group, share, group, group.gpus_here, lambda: group.places[0].node, room.is_split)
+    return StartedLearner(group, share, group, lambda: group.places[0].node, room.is_split)
 
 
 def with_compile_chosen(plan: RunConfig, model_path: Path | str, num_tokens: int) -> RunConfig:
@@ -129,7 +123,14 @@ def connect_workers(cluster: ClusterConfig, spec: EnvSpec, cleanup: ExitStack) -
 
 
 def reserve_room(config: RunConfig, cleanup: ExitStack) -> ClusterRoom | None:
-    """Reserve a part of a cluster for learner and servers; None where the run starts no servers on one."""
+    """Reserve a part of a cluster for learner and servers; None where the run starts no servers on one.
+
+    From here on processes may use NCCL: where weights may travel over it, they read the same variables.
+    """
+    is_elsewhere = bool(config.engine.engine_url or config.cluster.ray_address)
+    if config.engine.sync == "nccl" or (config.engine.sync != "disk" and is_elsewhere):
+        for name, value in SHARED_VARIABLES.items():
+            os.environ.setdefault(name, value)
     if not (config.cluster.ray_address and config.starts_servers):
         return None
     from trainer.setup.cluster import ClusterRoom

@@ -1,14 +1,16 @@
-"""Finds the model that a run starts from, and checks that token streams fit into it."""
+"""Finds and opens the model that a run starts from, and checks that token streams fit into it."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agents.model import STARTER_PATH
 from agents.model.architectures import ModelFacts
 from agents.recording.run_files import CONFIG
+from agents.rendering.renderer import Renderer
 from envs.config.commands import command_line
 from envs.errors import UserError
 from trainer.checkpoint.run_dir import MODEL
@@ -44,9 +46,25 @@ def resolve_model(name: str) -> Path | str:
     return STARTER_PATH
 
 
-def check_reach(config: ModelConfig, facts: ModelFacts) -> None:
-    """Raise `UserError` if a stream could be longer than the model's largest position."""
+@dataclass(frozen=True, eq=False)
+class OpenedModel:
+    """A checkpoint without its weights: where it is, what its configuration says, its tokenizer and template."""
+
+    path: Path | str
+    facts: ModelFacts
+    renderer: Renderer
+
+
+def open_model(config: ModelConfig) -> OpenedModel:
+    """Return the checkpoint of a configuration.
+
+    Raises:
+        UserError: there is none, or it cannot be rendered for, or a stream could be longer than its largest position.
+    """
+    path = resolve_model(config.model)
+    facts = ModelFacts.load(path)
     reach = facts.max_positions
     if config.context_length > reach:
         rule = f"must be at most the model's {reach} positions"
         raise UserError("--context-length", rule, config.context_length, f"give {reach} or less")
+    return OpenedModel(path, facts, Renderer.from_checkpoint(path, template_options(config)))

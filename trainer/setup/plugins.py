@@ -11,20 +11,18 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from agents.rollout.rewards import RewardSum
 from agents.types import TrajectoryGroup
 from envs.config.plugins import place_of
 from envs.datasets.samples import epoch_order
 from envs.errors import UserError, first_line
 from envs.execution.watchdog import watched
-from envs.spec import EnvSpec
 from envs.types import SampleSource
 from trainer.algorithms.advantages import is_own
 from trainer.algorithms.importance_sampling import CORRECTIONS
 from trainer.algorithms.objective import objective
 from trainer.algorithms.policy_loss import POLICY_LOSSES
 from trainer.config.algorithm import ADVANTAGE, POLICY_LOSS, AlgorithmConfig
-from trainer.config.rollout import GROUP_FILTER, SAMPLER, RolloutConfig
+from trainer.config.rollout import GROUP_FILTER, SAMPLER
 from trainer.types import ModelTokens
 
 
@@ -66,14 +64,6 @@ def _few_tokens() -> ModelTokens:
         sample_N=torch.tensor([0, 0, 1, 1, 1]),
         num_samples=2,
     )
-
-
-def check_rollout(config: RolloutConfig, spec: EnvSpec) -> None:
-    """Raise `UserError` if a reward function, the sampler or the group filter cannot be used."""
-    RewardSum.load(spec.reward)
-    own_filter(config.group_filter)
-    if config.sampler:
-        SAMPLER.load("--sampler", config.sampler)
 
 
 def problem_order(samples: SampleSource, sampler: str, seed: int, epoch: int) -> list[int]:

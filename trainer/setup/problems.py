@@ -16,7 +16,7 @@ from envs.spec import BuildEnv, EnvLimits, EnvSpec
 from envs.tool_calls import ToolFormat
 from envs.types import Sample, SampleSource
 from trainer.config.inputs import NUM_HELD_OUT, NUM_TRAIN, DataConfig, EnvConfig, PromptsConfig
-from trainer.config.run import EvaluationConfig, RunConfig
+from trainer.config.run import EvaluationConfig
 
 #: An environment counts as broken if it fails on this many samples.
 NUM_PROBED = 4
@@ -41,29 +41,24 @@ def load_problems(
     return train, None
 
 
-def check_held_out(config: RunConfig, held_out: SampleSource | None) -> None:
-    """Raise `UserError` if there is nothing that `--eval-every` could evaluate on."""
-    if config.evaluation.eval_every and not held_out:
+def check_evaluations(config: EvaluationConfig, held_out: SampleSource | None, spec: EnvSpec) -> None:
+    """Raise `UserError` if there is nothing to evaluate on, or the run goes by a success that nobody defines."""
+    if config.eval_every and not held_out:
         rule = "needs held-out problems, and a run that plays and trains"
         fix = "give --eval-data, and no --eval-size 0, --rollout-only or --replay-rollouts"
-        raise UserError("--eval-every", rule, config.evaluation.eval_every, fix)
-
-
-def check_success(config: EvaluationConfig, spec: EnvSpec) -> None:
-    """Raise `UserError` if a run should go by a success that the environment does not know."""
-    if spec.success_rule:
+        raise UserError("--eval-every", rule, config.eval_every, fix)
+    if spec.success_rule or (config.stop_at_accuracy is None and config.best_by != "success"):
         return
     if config.stop_at_accuracy is not None:
         asked = "--stop-at-accuracy"
     else:
         asked = "best_by"
-    if config.stop_at_accuracy is not None or config.best_by == "success":
-        rule = f"needs an environment that says what a success is, and '{spec.id}' has success: none"
-        fix = (
-            "write success: 0.9 (a reward) or success: KEY (of the episode's info) in the entry, or give it as "
-            "--success; --patience and best_by reward go by the mean reward"
-        )
-        raise UserError(asked, rule, config.stop_at_accuracy or config.best_by, fix)
+    rule = f"needs an environment that says what a success is, and '{spec.id}' has success: none"
+    fix = (
+        "write success: 0.9 (a reward) or success: KEY (of the episode's info) in the entry, or give it as "
+        "--success; --patience and best_by reward go by the mean reward"
+    )
+    raise UserError(asked, rule, config.stop_at_accuracy or config.best_by, fix)
 
 
 def check_eval_size(eval_size: int | None) -> None:

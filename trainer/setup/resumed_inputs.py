@@ -53,7 +53,7 @@ def changed_data(run: Path, sources: Mapping[str, str]) -> list[str]:
 
 
 def fingerprint(source: Path) -> str:
-    """Return a hash of a file, or of the files of a folder: their names, their sizes, and both ends of a few of them."""
+    """Return a hash of a file, or of the files of a folder: names, sizes, and both ends of a few of them."""
     hashed = hashlib.blake2b(digest_size=8)
     if source.is_file():
         files = [source]

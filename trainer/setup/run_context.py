@@ -28,11 +28,10 @@ from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.checkpoint.restarts import found_checkpoint
 from trainer.checkpoint.run_dir import found_folder, locked, make_folder
 from trainer.checkpoint.settings_parts import found_parts, part_file
-from trainer.config.learner import LearnerPlan
 from trainer.config.run import RunConfig
 from trainer.config.sources import write_config
 from trainer.learner.protocol import Learner
-from trainer.setup.components import StartedLearner, start_learner
+from trainer.setup.components import StartedLearner, start_learner, with_compile_chosen
 from trainer.setup.start import Start
 from trainer.weight_sync.sync import NoWeightSync, WeightSync
 
@@ -199,23 +198,23 @@ def remove_run(folder: Path, made: Sequence[Path] = ()) -> None:
 
 def begin_or_resume(
     config: RunConfig | SftConfig,
-    plan: LearnerPlan,
+    plan: RunConfig,
     opened: OpenedRun,
     model_path: Path | str,
     sampling: SamplingParams,
     cleanup: ExitStack,
+    num_tokens: int,
     room: ClusterRoom | None = None,
 ) -> StartedLearner:
     """Start the learner where the run's checkpoint left it, if any, and write the configuration into the folder.
 
-    It starts in `room`, if a part of a cluster is reserved.
-
-    The processes that it takes last until `cleanup` is closed.
+    It starts in `room`, if a part of a cluster is reserved. The processes that it takes last until `cleanup` is closed.
+    Each of them trains on `num_tokens` in all steps, at most.
 
     Raises:
         UserError: the processes cannot start, or the checkpoint is of another network.
     """
-    learner = start_learner(plan, model_path, sampling, cleanup, room)
+    learner = start_learner(with_compile_chosen(plan, model_path, num_tokens), model_path, sampling, cleanup, room)
     folder = opened.folder
     checkpoint = opened.checkpoint
     if checkpoint:
