@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ class Trainer:
     formulas: Mapping[str, str] = field(default_factory=dict)
     backend: str = ""
     are_flags: bool = False
+
+    def row(self, name: str) -> Row:
+        """Return the row of a setting: its own, or that of the first pattern that fits."""
+        patterns = (pattern for pattern in self.settings if "*" in pattern and fnmatchcase(name, pattern))
+        return self.settings.get(name) or self.settings.get(next(patterns, "")) or {"lost": "no setting here does this"}
 
     def spelt(self, name: str) -> str:
         """Return a setting's name as its users write it."""

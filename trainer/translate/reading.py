@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.config.files import parse_yaml
+from envs.config.text_files import read_text
 from envs.errors import UserError, first_line
 from trainer.translate.conversion import Given, Value
 
@@ -34,7 +35,13 @@ def read_settings(source: str) -> Given:
         UserError: the file cannot be read, or nothing in it is a setting.
     """
     if source.endswith((".yaml", ".yml")) and "\n" not in source and " " not in source:
-        return _of_yaml(_text_of(Path(source)), source)
+        file = Path(source)
+        if not file.is_file():
+            raise UserError("SOURCE", "must be a file here, or a command in quotes", source, "check the path")
+        try:
+            return _of_yaml(read_text(file, source, MAX_BYTES), source)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(source, "must be a readable file", first_line(error), "give the YAML of a run") from error
     if source.endswith((".sh", ".py")) and " " not in source:
         raise UserError(
             "SOURCE", "must be YAML or a command in quotes", source, "give the flags that the script passes"
@@ -47,17 +54,6 @@ def read_settings(source: str) -> Given:
     if not given:
         raise UserError("SOURCE", "must hold settings", source, "give a command in quotes, or YAML")
     return given
-
-
-def _text_of(file: Path) -> str:
-    try:
-        if not file.is_file():
-            raise UserError("SOURCE", "must be a file here, or a command in quotes", str(file), "check the path")
-        if (size := file.stat().st_size) > MAX_BYTES:
-            raise UserError(str(file), f"must have at most {MAX_BYTES} bytes", size, "give the YAML of a run")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(str(file), "must be a readable file", first_line(error), "give the YAML of a run") from error
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Value]]:
