@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 from agents.types import Trajectory
 from envs.console import Console
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound="Rollout | Report")
 
 
-@dataclass(frozen=True, eq=False)
-class Rollout(Sequence[Trajectory]):
+class Rollout(list[Trajectory]):
     """The episodes of `tt.rollout`, in order of problem and sample, and the folder with their recording.
 
     The folder goes when the rollout does, unless `out` or `name` was given.
@@ -34,24 +32,12 @@ class Rollout(Sequence[Trajectory]):
     Example: `rollout[0].reward` is 1.0; `tt.view(rollout)` shows all episodes.
     """
 
-    folder: Path
-    episodes: tuple[Trajectory, ...]
-
-    @overload
-    def __getitem__(self, index: int) -> Trajectory: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Trajectory]: ...
-    def __getitem__(self, index: int | slice) -> Trajectory | Sequence[Trajectory]:
-        return self.episodes[index]
-
-    def __len__(self) -> int:
-        return len(self.episodes)
-
-    def __iter__(self) -> Iterator[Trajectory]:
-        return iter(self.episodes)
+    def __init__(self, folder: Path, episodes: Iterable[Trajectory]) -> None:
+        super().__init__(episodes)
+        self.folder = folder
 
     def __repr__(self) -> str:
-        valid = [t.reward for t in self.episodes if t.end_reason.is_valid]
+        valid = [t.reward for t in self if t.end_reason.is_valid]
         if valid:
             mean = f"mean reward {sum(valid) / len(valid):.3f}"
         else:
@@ -95,7 +81,7 @@ def rollout(
     played: list[Trajectory] = []
 
     def ordered(evaluator: Evaluator) -> Rollout:
-        return Rollout(evaluator.context.folder, tuple(sorted(played, key=lambda t: (t.group, t.sample_index))))
+        return Rollout(evaluator.context.folder, sorted(played, key=lambda t: (t.group, t.sample_index)))
 
     return run_blocking(lambda: _play(env, model, own, ordered, is_quiet=True, on_episode=played.append))
 

@@ -27,7 +27,6 @@ from envs.spec import EnvSpec
 from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.checkpoint.restarts import found_checkpoint
 from trainer.checkpoint.run_dir import found_folder, locked, make_folder
-from trainer.checkpoint.settings_parts import found_parts, part_file
 from trainer.config.run import RunConfig
 from trainer.config.sources import write_config
 from trainer.learner.protocol import Learner
@@ -219,23 +218,5 @@ def begin_or_resume(
     checkpoint = opened.checkpoint
     if checkpoint:
         learner.learner.restore(checkpoint.learner)
-        for line in changed_settings(checkpoint, folder / CONFIG):
-            logger.warning(f"{CONFIG} is not as at step {checkpoint.step}: {line} (edited, or damaged?)")
-        if not found_parts(folder) and (checkpoint.folder / CONFIG).exists():  # the run began in an earlier version
-            first = part_file(folder, 1)
-            first.parent.mkdir(exist_ok=True)
-            first.write_bytes(checkpoint.read(CONFIG))
     write_config(config, folder / CONFIG)
     return learner
-
-
-def changed_settings(checkpoint: Checkpoint, file: Path) -> list[str]:
-    """Return the lines of a run's settings that are not those of its checkpoint: "lr: 5.0e-05 -> lr: 3.0e-05"."""
-    if not (checkpoint.folder / CONFIG).exists():  # of an earlier version
-        return []
-    texts = checkpoint.read(CONFIG).decode(), file.read_text(encoding="utf-8")
-    lines = ([line.partition("  #")[0].strip() for line in text.splitlines()] for text in texts)
-    old, new = ([line for line in several if not line.startswith("#")] for several in lines)
-    if len(old) != len(new):
-        return [f"{len(old)} lines -> {len(new)}"]
-    return [f"{before} -> {now}" for before, now in zip(old, new, strict=True) if before != now]

@@ -277,18 +277,6 @@ def test_two_processes_never_write_one_run(unbroken: Path, monkeypatch: pytest.M
         run(["--resume", str(unbroken), "--steps", "9"])
 
 
-def test_a_setting_that_is_not_as_at_the_checkpoint_is_said(
-    unbroken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = Path(shutil.copytree(unbroken, tmp_path / "copy"))
-    text = (folder / "config.yaml").read_text()
-    rate = next(line.split("#")[0].strip() for line in text.splitlines() if line.strip().startswith("lr: "))
-    (folder / "config.yaml").write_text(text.replace(rate, "lr: 3.25e-05"))
-    assert run(["--resume", str(folder)]) == 0
-    said = [line for line in caplog.messages if "config.yaml is not as at step" in line]
-    assert len(said) == 1 and f": {rate} -> lr: 3.25e-05" in said[0]
-
-
 def test_a_damaged_line_of_metrics_is_an_error_in_one_line(unbroken: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(unbroken, tmp_path / "copy"))
     text = (folder / "metrics.jsonl").read_bytes()
