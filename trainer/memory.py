@@ -52,6 +52,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     from trainer.learner.compile_choice import LARGE
     from trainer.planning.memory import MetaNetworks, Plan, empty_network, memory_table
 
+    # On the meta device: nothing is downloaded but the configuration.
     model = empty_network(config.model)
     networks = MetaNetworks(model)
     plan = Plan(

@@ -52,6 +52,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     from trainer.planning.shape import ModelShape
     from trainer.planning.speed import Speed
 
+    # Errors of the machine come first: the network may take seconds to count.
     machine = config.machine
     hardware = Hardware.read(machine.hardware)
     network = empty_network(machine.model)
@@ -78,11 +79,13 @@ def print_plan(planned: Planned, config: PlanConfig, gpu_gib: float) -> None:
     print(f"step {forecast.step_s:.1f} s, of which training takes {forecast.train_s:.1f} s; limit: {forecast.limit}")
     schedule = config.run
     settings = {
+        # What the user fixed stays in the command; defaults differ between the two.
         **schedule.model_dump(exclude_defaults=True),
         "model": hub_id(config.machine.model),
         "dtype": "bfloat16",
         "problems_per_step": schedule.problems_per_step,
         "group_size": schedule.group_size,
+        # Otherwise the run would hold back episodes that the forecast counts.
         "max_concurrent": (schedule.max_staleness + 1) * schedule.episodes,
         "num_gpus": layout.learner.num_gpus,
         "num_servers": layout.num_servers,

@@ -65,12 +65,14 @@ def checked_parts(read: Callable[[Sources], RunConfig]) -> list[RunConfig]:
     Raises:
         UserError: a setting is wrong, a path does not exist, or a run to resume has other settings.
     """
+    # Paths are made whole here, while the working folder is still that of the command.
     config = with_whole_paths(read(SOURCES))
     run = config.stages.replay_rollouts
     if run and not config.checkpoint.resume:
         recorded = parts_until(run, config.steps)
     else:
         recorded = []
+    # A part ends where the next one begins; the last one ends with the run.
     ends = [*(part.first_step - 1 for part in recorded[1:]), config.steps]
     parts = []
     for part, end in zip(recorded, ends, strict=False):
@@ -113,6 +115,7 @@ def check_settings(config: RunConfig) -> None:
             fix = "begin a new run: nothing was trained, so there is nothing to resume"
             raise UserError("--resume", "must be a run that trains", str(config.checkpoint.resume), fix)
     else:
+        # Only asked whether it could be made: a refused run leaves nothing behind.
         new_folder(config.log.out, config.log.name)
     if config.plays:
         config.env.resolve()
@@ -120,6 +123,7 @@ def check_settings(config: RunConfig) -> None:
     else:
         check_sources(config.model.model)
     check_trackers(config.log.tracker)
+    # Last, since making a callback runs code of the user.
     check_callbacks(config.log.callback)
 
 
@@ -137,6 +141,7 @@ def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRu
     from trainer.setup.start import Start
 
     console.print(f"loading model and {'problems' if config.plays else 'recording'} ...")
+    # Before anything is loaded: a run that does not fit is refused in seconds.
     doctor = QuickChecks(config)
     start = Start(console, age_s)
     context = None
@@ -152,7 +157,9 @@ def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRu
                 rollouts = RecordedRollouts(context)
             with start.clock.stage("the doctor"):
                 doctor.check_context(context)
+            # After all that lives as long as the run was made.
             tune_garbage_collection()
+    # Ctrl-C too: servers must not outlive the command.
     except BaseException:
         if context:
             context.abandon()
@@ -183,6 +190,7 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     if config.trains and summary["steps_done"] and not summary["num_updates"]:
         console.print(f"the weights did not change: no step made an update; see num_skipped and reward in {METRICS}")
     ends = summary["end_reasons"]
+    # A common mistake: tool output counts as well, and rewards then stay flat without an error.
     if ends.get("token_budget", 0) > sum(ends.values()) / 2:
         budget = f"--max-new-tokens {config.env.max_new_tokens}"
         console.print(f"most episodes used up {budget}, which includes what the environment says: raise it")
@@ -197,6 +205,7 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     for note in context.closing_notes(session.log.rows):
         console.print(note, soft_wrap=True)
     console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
+    # After everything is said and saved: the exit code alone tells of it.
     check_finite(summary)
     if session.is_interrupted:
         console.print(resume_hint("trainer.run", context.folder), soft_wrap=True)

@@ -42,11 +42,13 @@ class Hardware(Section):
             UserError: there is no such file, or a constant is missing, unknown or no number.
         """
         bundled = BUNDLED / f"{name}.yaml"
+        # A bundled name wins over a file of the same name.
         if bundled.is_file():
             file = bundled
         else:
             file = Path(name)
         constants = read_file(cls, file, f"--hardware {name}")
+        # Asked here: the error of a missing field would name a flag that there is not.
         if missing := cls.model_fields.keys() - {path[-1] for path in constants}:
             fix = "take trainer/planning/hardware/h100.yaml as an example"
             raise UserError(f"--hardware {name}", "must hold every constant", f"no {', '.join(sorted(missing))}", fix)

@@ -57,6 +57,7 @@ class Search:
         planned = [Planned(layout, self.speed.forecast(layout)) for layout in self._layouts(num_gpus)]
         if not planned:
             raise UserError("--num-gpus", "must hold learners and servers", num_gpus, self._what_fits(num_gpus))
+        # Of equal speed the smaller one: GPUs that add nothing are left for others.
         return max(planned, key=lambda each: (each.forecast.samples_per_s, -each.layout.num_gpus))
 
     def _layouts(self, num_gpus: int) -> Iterator[PlannedLayout]:
@@ -86,6 +87,7 @@ class Search:
         copy = COMPUTE_BYTES * self.speed.shape.parameters
         if ranks > 1 and is_one_host and memory.between_steps + copy > room:
             return None
+        # Servers of their own share the GPU with nobody.
         fraction = OWN_GPU
         if placement == "colocate":
             fraction = max(0.0, min(OWN_GPU, 1 - memory.between_steps / room - MARGIN))
@@ -100,10 +102,12 @@ class Search:
         longest = self.speed.workload.longest
         micro_batches = [tokens for tokens in MICRO_BATCHES if tokens >= longest] or [longest]
         for (recompute, reshard), tokens in itertools.product(WAYS, micro_batches):
+            # One rank has nobody to gather from.
             if num_ranks == 1 and reshard == "always":
                 reshard = "never"
             plan = self._plan(num_ranks, tokens, recompute, reshard)
             memory = estimate(self.network, plan)
+            # The order of WAYS and MICRO_BATCHES makes the first that fits the fastest.
             if memory.total <= self.speed.hardware.memory_gib * GIB:
                 return plan, memory
         return None
@@ -122,6 +126,7 @@ class Search:
     def cache_tokens(self, size: int, fraction: float) -> float:
         """Return the tokens in the cache of a server that may take this share of each of its GPUs."""
         shape = self.speed.shape
+        # Servers hold the weights in bfloat16, cut over their GPUs.
         free = fraction * self.speed.hardware.memory_gib * GIB - COMPUTE_BYTES * shape.parameters / size
         return max(0.0, free * min(size, shape.kv_heads) / (COMPUTE_BYTES * shape.cache_values))
 
@@ -134,6 +139,7 @@ class Search:
         """Return why nothing fits: what a learner needs at least, and how many do."""
         if self.learner(num_gpus):
             return "give more GPUs, or shorter episodes"
+        # The least that any way needs: all recomputed, smallest micro-batch.
         tokens = max(self.speed.workload.longest, MICRO_BATCHES[-1])
         least = estimate(self.network, self._plan(num_gpus, tokens, 1.0, "always")).total
         needed = f"a learner of {num_gpus} needs {least / GIB:.0f} of {self.speed.hardware.memory_gib:g} GiB"

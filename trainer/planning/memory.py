@@ -53,6 +53,7 @@ class Plan:
     @property
     def reshards(self) -> bool:
         """Whether gathered weights are freed between forward and backward."""
+        # One rank holds every unit whole anyway.
         return self.reshard == "always" or (self.reshard == "auto" and self.num_gpus > 1)
 
 
@@ -147,6 +148,7 @@ def estimate(model: PolicyModel, plan: Plan) -> MemoryEstimate:
     """
     count = Parameters.of(model)
     size = plan.compute_bytes
+    # Trained weights are float32: bfloat16 would swallow small updates.
     weights = _share(4 * count.trained + plan.frozen_bytes * count.frozen, plan.num_gpus)
     gradients = _share(4 * count.trained, plan.num_gpus)
     optimizer = _share(8 * count.trained, plan.num_gpus)
@@ -164,6 +166,7 @@ def estimate(model: PolicyModel, plan: Plan) -> MemoryEstimate:
     whole = size * (count.trained_root + count.largest_trained_unit) + 4 * summed
     activations = _activations(model, plan)
     logits = _logits(model, plan)
+    # FSDP moves a unit to the GPU only while it runs.
     if plan.offload == "all":
         weights = gradients = optimizer = 0
     elif plan.offload == "optimizer":
@@ -183,10 +186,12 @@ def memory_table(networks: MetaNetworks, plan: Plan, memory_gib: float) -> str:
     choices = {"all": LearnerConfig()}
     if networks.network.architecture.vision:
         choices["no vision"] = LearnerConfig(freeze_vision=True)
+    # A row that cannot be trained here would mislead.
     if importlib.util.find_spec("peft"):
         choices["LoRA"] = LearnerConfig(lora_rank=LORA_RANK)
     lines = [f"{'trained':<10} {'recomputed':>10} " + " ".join(f"{name:>11}" for name in _COLUMNS) + "  fits"]
     for trained, learner in choices.items():
+        # Enough to see the trade; the flag takes any share.
         for recompute in (0.0, 0.5, 1.0):
             found = estimate(networks.trained(learner), replace(plan, recompute=recompute))
             if found.total <= memory_gib * GIB:
@@ -212,6 +217,7 @@ def _activations(model: PolicyModel, plan: Plan) -> int:
     kept = 0
     largest = 0
     for block, hidden, rows, num_blocks in parts:
+        # As the learner rounds it.
         recomputed = int(plan.recompute * num_blocks)
         kept += (num_blocks - recomputed) * int(share * block * rows) + recomputed * 2 * hidden * rows
         largest = max(largest, int(share * block * rows))
@@ -267,6 +273,7 @@ def _logits(model: PolicyModel, plan: Plan) -> int:
     """
     weight: Any = model.backbone.lm_head.weight  # type: ignore[union-attr]
     chunk = min(CHUNK_VALUES, plan.tokens * weight.shape[0])
+    # Summed in float32 over all chunks.
     if weight.requires_grad:
         gradient = 4 * weight.numel()
     else:

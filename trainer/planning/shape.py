@@ -45,6 +45,7 @@ class ModelShape:
             dense += layers * text.hidden_size * num_experts  # the router
             experts = layers * num_experts * 3 * text.hidden_size * text.moe_intermediate_size
             expert_share = text.num_experts_per_tok / num_experts
+        # Towers of other families have no `depth`; their images are not counted.
         vision = getattr(network.config, "vision_config", None)
         if hasattr(vision, "depth"):
             # Four patches are a token of Qwen's towers.
@@ -65,6 +66,7 @@ class ModelShape:
 
     def read_flops(self, tokens: float, pairs: float, images: float) -> float:
         """Return the operations to read tokens, of which `pairs` see each other and `images` are of images."""
+        # Of the experts a token uses a share; their weights are all in memory.
         active = self.dense + self.experts * self.expert_share
         return 2 * tokens * active + 4 * pairs * self.attention_values + images * self.image_token_flops
 
@@ -83,6 +85,7 @@ def triangle(length: float) -> float:
 
 def decoder_weights(text: Any) -> int:
     """Return the entries of the decoder's matrices; embedding, output layer and experts are left out."""
+    # Grouped-query attention has fewer keys and values than queries.
     queries = text.num_attention_heads * head_size(text)
     keys = text.num_key_value_heads * head_size(text)
     if getattr(text, "num_experts", 0):
@@ -101,6 +104,7 @@ def vision_flops(vision: Any, grids: Sequence[tuple[int, int, int]]) -> tuple[in
     embed = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
     block = 4 * width**2 + 2 * width * vision.intermediate_size
     merger = merged**2 + merged * vision.out_hidden_size
+    # DeepStack merges the output of further layers too.
     mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
     per_patch = embed + vision.depth * block
     linear = 2 * patches * per_patch + 2 * patches // vision.spatial_merge_size**2 * mergers * merger

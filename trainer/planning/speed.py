@@ -86,13 +86,16 @@ class Speed:
         learner_s = train_s + self.sync_s(layout.learner)
         reading_s = self.reading_s(layout)
         again_s = self.read_again_s(layout)
+        # A server writes nothing while it reads, or while weights arrive.
         servers_s = self.writing_s(layout) + reading_s + again_s + self.sync_s(layout.learner)
         # Servers that share GPUs with the learner stand still while it trains.
         if layout.placement == "colocate":
             learner_s += self.hardware.release_s
             servers_s += train_s + self.hardware.release_s
         waited_s = (self.latency_s(layout) + reading_s) / ahead + again_s
+        # Whoever is busier sets the pace, however far ahead episodes play.
         step_s = max(learner_s + waited_s, servers_s)
+        # Neither side is the limit if both wait most of the time, for the longest episode.
         if max(learner_s, servers_s) <= 0.5 * step_s:
             limit = "episode latency"
         elif learner_s > servers_s:
@@ -104,6 +107,7 @@ class Speed:
     def decode_step_s(self, rows: float, layout: PlannedLayout) -> float:
         """Return the seconds in which so many half-written streams get one token each."""
         shape = self.shape
+        # Streams are half written on average.
         cached = rows * self.workload.stream / 2
         weights = COMPUTE_BYTES * shape.decode_values(rows) / layout.tensor_parallel
         # More GPUs than key-value heads hold copies of them.
@@ -111,6 +115,7 @@ class Speed:
         reading_s = (weights + cache) / (1e9 * self.hardware.memory_gb_s)
         flops = shape.read_flops(rows, cached, 0) + 2 * rows * shape.head
         computing_s = flops / (1e12 * self.hardware.tflops * layout.tensor_parallel)
+        # Both overlap on a GPU, so the longer one counts.
         return max(reading_s, computing_s) + self.hardware.decode_step_s
 
     def latency_s(self, layout: PlannedLayout) -> float:
@@ -121,6 +126,7 @@ class Speed:
         work = self.workload
         longest = work.longest_of(self.schedule.episodes)
         rows = self._rows(layout, 1)
+        # A cache that holds fewer streams makes the others wait for their turn.
         waves = max(1.0, self.schedule.episodes / layout.num_servers / rows)
         beside = max(1.0, rows * work.model_tokens / longest)
         decoding_s = longest * self.decode_step_s(beside, layout)
@@ -164,7 +170,9 @@ class Speed:
         tokens = work.prompt + group * (work.stream - work.prompt)
         pairs = triangle(work.prompt) + group * (triangle(work.stream) - triangle(work.prompt))
         forward = self.shape.read_flops(tokens, pairs, work.image_tokens)
+        # The output layer runs over the model's own tokens alone.
         forward += group * 2 * work.model_tokens * self.shape.head
+        # The rank with the most groups decides, since others wait for it.
         groups = math.ceil(self.schedule.problems_per_step / learner.num_gpus)
         passes_s = groups * forward * (TRAINING_FACTOR + learner.recompute) / (1e12 * self.hardware.tflops)
         num_batches = math.ceil(groups * tokens / learner.tokens)
@@ -186,6 +194,7 @@ class Speed:
         """Return the seconds of a weight push: the ranks gather the weights, and a transport carries them."""
         size = COMPUTE_BYTES * self.shape.parameters
         carried_s = self.hardware.push_s + size / (1e9 * self.hardware.push_gb_s)
+        # One rank holds all weights already.
         if learner.num_gpus == 1:
             return carried_s
         return carried_s + size / self._link(learner.num_gpus)

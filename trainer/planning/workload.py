@@ -59,6 +59,7 @@ class Workload(Section):
     @property
     def longest(self) -> int:
         """The tokens of a stream that hardly any exceeds: three times the mean."""
+        # Images are not stretched: their number of tokens is known.
         return self.image_tokens + round(
             3 * (self.prompt_tokens + self.turns * (self.turn_tokens + self.observation_tokens))
         )
@@ -67,6 +68,7 @@ class Workload(Section):
         """Return how many tokens the model writes in the longest of so many episodes, about."""
         # An episode is a sum of turns, whose lengths average out.
         deviation = self.spread / math.sqrt(self.turns)
+        # The largest of n standard normal values is about this.
         normal = math.sqrt(2 * math.log(max(2, num_episodes)))
         return self.model_tokens * math.exp(deviation * normal - deviation**2 / 2)
 
@@ -83,6 +85,7 @@ class Schedule(Section):
     @field_validator("keep_kv_cache")
     @classmethod
     def _has_episodes_at_a_push(cls, value: bool, info: ValidationInfo) -> bool:
+        # A push without episodes in progress has no cache to keep.
         if value and (info.data.get("placement") == "colocate" or not info.data.get("max_staleness")):
             raise ValueError("is for --max-staleness above 0 and --placement split")
         return value

@@ -70,9 +70,11 @@ def fallbacks(learner: LearnerConfig) -> list[str]:
 
 
 def _check_settings(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig) -> None:
+    # Megatron's distributed optimizer keeps its state where it computes.
     if learner.offload != "none":
         fix = "leave it out: the optimizer's state is spread over all ranks with the same weights"
         raise UserError("--offload", "must be none with --backend megatron", learner.offload, fix)
+    # A longer stream is a micro-batch of its own, which would have another shape.
     if cluster.pad_microbatches and model.context_length > learner.max_tokens_per_microbatch:
         rule = f"must be at least --context-length {model.context_length} with --pad-microbatches"
         fix = f"give {model.context_length}, or leave --pad-microbatches out"
@@ -89,6 +91,7 @@ def _check_host(cluster: ClusterConfig, model: ModelConfig) -> None:
         rule = f"needs the packages {', '.join(PACKAGES.values())}"
         found = f"no {' and no '.join(missing)}"
         raise UserError("--backend megatron", rule, found, INSTALL)
+    # Megatron-Bridge imports it by name, so a newer Transformers fails deep inside.
     if not _is_installed(GONE):
         rule = f"needs Transformers before {FIRST_WITHOUT}"
         fix = f"pip install 'transformers<{FIRST_WITHOUT}'"

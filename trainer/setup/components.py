@@ -71,6 +71,7 @@ def start_learner(
     Raises:
         UserError: the cluster is too small or cannot be reached, or the checkpoint cannot be trained.
     """
+    # Without ranks nothing of Ray is imported, which would take seconds.
     if not config.cluster.num_ranks:
         device = torch.device(config.model.device)
         learner = build_learner(config, model_path, sampling, device)
@@ -79,7 +80,9 @@ def start_learner(
     from trainer.learner.ray_group import LearnerGroup
 
     group = LearnerGroup(config, model_path, sampling, room.learners if room else None)
+    # Before anything else can fail: ranks must not outlive the command.
     cleanup.callback(group.close)
+    # A handle of CUDA memory is worth nothing on another host.
     can_share = (room or group.is_here) and group.device.type == "cuda"
     share = group.share_weights if can_share else None
     if room is None:
@@ -94,8 +97,10 @@ def with_compile_chosen(plan: RunConfig, model_path: Path | str, num_tokens: int
     `num_tokens` are those that each learner process trains on in all steps, at most.
     """
     on_gpu = learner_device(plan).type == "cuda"
+    # Steps are what compiling pays off in; without any there is nothing to choose.
     if plan.learner.compile != "auto" or not on_gpu or not plan.steps:
         return plan
+    # Counted on the meta device: the choice comes before the weights are loaded.
     count = sum(parameter.numel() for parameter in meta_model(read_config(model_path)).parameters())
     is_on = is_compiled(plan.learner, on_gpu, count, num_tokens)
     logger.info(explain(is_on, count, num_tokens))
@@ -111,6 +116,7 @@ def learner_device(plan: LearnerPlan) -> torch.device:
 
 def connect_workers(cluster: ClusterConfig, spec: EnvSpec, cleanup: ExitStack) -> None:
     """Connect to the run's Ray cluster if environments run on it; without one, the first of them starts one here."""
+    # Without a cluster of the run, the first environment starts or finds one.
     if spec.workers != "ray" or not cluster.num_ranks:
         return
     cluster.check_ray()
@@ -154,6 +160,7 @@ def build_episode(
 ) -> Episode:
     """Return the agent loop that plays an environment with these limits."""
     limits = Limits(max_turns, max_new_tokens, EnvLimits.of(spec))
+    # The template says which tags the model was taught; the entry may say others.
     thinking = find_thinking(renderer.template, spec.thinking)
     sampling = sampling_params(renderer, temperature)
     rewards = RewardSum.load(spec.reward)

@@ -77,7 +77,9 @@ def run_engine(
     """
     engine = config.engine
     learner = config.learner
+    # The learner takes the first GPUs of the host, one for each rank.
     gpus = tuple(range(config.cluster.num_gpus or int(learner_device(config).type == "cuda")))
+    # Servers that run elsewhere share no GPU with the learner, whatever --placement says.
     colocated = config.starts_servers and engine.placement == "colocate"
     first_gpu = 0
     shares = colocated
@@ -98,12 +100,14 @@ def run_engine(
         launcher=cluster.launcher if cluster else None,
     )
     model = config.model
+    # The ranks hold the first GPUs; an embedded engine goes beside them.
     if config.cluster.num_gpus:
         model = model.model_copy(update={"device": f"cuda:{first_gpu}"})
     built = build_engine(engine, model, config.engine_choice[0], source, folder, TrainableEngine, room)
     if isinstance(built, SGLangEngine) and config.starts_servers:
         if learner.lora_rank and engine.sync in WITH_ADAPTERS:
             layers = adapted_layers(meta_model(read_config(source.path)), learner)
+            # They must be told at their start: SGLang reserves room for adapters then.
             if not built.why_no_adapter(layers):
                 built.adapt(learner.lora_rank, kinds_of(layers))
         cleanup.callback(built.servers.end)
@@ -114,6 +118,7 @@ def build_transport(
     config: RunConfig, facts: ModelFacts, learner: StartedLearner, engine: TrainableEngine, folder: Path
 ) -> Transport:
     """Return the transport that brings the learner's weights to the engine; its `start` starts both."""
+    # Weights of one process need no transport: they are copied from tensor to tensor.
     if in_memory := memory_engine(engine):
         return InProcessTransport(learner.learner, in_memory)
     servers = servers_of(engine)
@@ -123,6 +128,7 @@ def build_transport(
     if facts.names_are_saved:
         merged.checks = WeightChecks(servers, learner.sender)
     else:
+        # Names that differ on disk cannot be compared one by one.
         merged.checks = None
     return adapters_alone(merged, config.engine.sync, trains_adapters=config.learner.lora_rank > 0)
 
@@ -137,11 +143,13 @@ def adapters_alone(merged: ServersTransport, sync: str, trains_adapters: bool) -
         if sync == "adapter":
             raise UserError("--sync adapter", "needs adapters to send", "all weights are trained", "give --lora-rank")
         return merged
+    # Asked for all weights: the adapters are merged into them.
     if sync not in WITH_ADAPTERS:
         return merged
     adapter = merged.learner.adapter()
     if reason := merged.engine.why_no_adapter(adapter.layers):
         if sync == "adapter":
+            # Asked for by name, so a slower way in its place would be a surprise.
             raise refused(reason)
         note_merged(merged.engine, reason)
         return merged
@@ -194,6 +202,7 @@ def servers_transport(
         UserError: `--sync` cannot work here.
     """
     got = f"{facts.model_type} on {learner.learner.device}"
+    # Direct transports send tensors by name, and servers know only the names on disk.
     has_names = facts.names_are_saved
     on_gpu = learner.learner.device.type == "cuda"
     able = engine.capabilities.weights
@@ -208,10 +217,12 @@ def servers_transport(
     if config.sync == "nccl" and not has_group:
         rule = "needs a network saved under its own names, and servers that join a process group"
         raise UserError("--sync nccl", rule, got, "give --sync disk")
+    # IPC needs both processes on one node; apart on a cluster, they may be on several.
     if share_weights and (config.sync == "ipc" or (config.sync in WITH_ADAPTERS and not learner.is_apart)):
         return IpcTransport(learner.learner, engine, folder, share_weights, learner.node)
     if config.sync == "nccl" or (config.sync != "disk" and on_gpu and has_group):
         return GroupTransport(learner.learner, engine, folder, learner.sender, is_required=config.sync == "nccl")
+    # The folder always works, as long as both sides see it.
     return ServersTransport(learner.learner, engine, folder)
 
 

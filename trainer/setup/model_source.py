@@ -23,6 +23,7 @@ def template_options(config: ModelConfig) -> dict[str, Any]:
         options = json.loads(config.template_options or "{}")
     except (ValueError, RecursionError) as error:
         options = str(error)
+    # A list or a number is JSON too, and would fail inside the template.
     if not isinstance(options, dict):
         fix = "write it as '{\"enable_thinking\": false}'"
         raise UserError("--template-options", "must be a JSON object", config.template_options, fix)
@@ -32,6 +33,7 @@ def template_options(config: ModelConfig) -> dict[str, Any]:
 def resolve_model(name: str) -> Path | str:
     """Return the folder of the bundled model or of a run's trained model, or the name as given."""
     run = Path(name)
+    # A run folder has config.yaml at its top, a model folder config.json.
     if (run / CONFIG).is_file() and not (run / "config.json").is_file():
         if (run / MODEL / "config.json").is_file():
             return run / MODEL
@@ -40,6 +42,7 @@ def resolve_model(name: str) -> Path | str:
         raise UserError("--model", "must hold weights; this run folder has none yet", name, fix)
     if name != "starter":
         return name
+    # Missing in a checkout without large files.
     if not (STARTER_PATH / "model.safetensors").exists():
         fix = "run `python -m starter --recipe starter` and give its folder"
         raise UserError("--model", "the bundled starter weights are missing", str(STARTER_PATH), fix)
@@ -64,6 +67,7 @@ def open_model(config: ModelConfig) -> OpenedModel:
     path = resolve_model(config.model)
     facts = ModelFacts.load(path)
     reach = facts.max_positions
+    # Positions beyond it were never trained, and some kernels index a table by them.
     if config.context_length > reach:
         rule = f"must be at most the model's {reach} positions"
         raise UserError("--context-length", rule, config.context_length, f"give {reach} or less")

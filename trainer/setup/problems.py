@@ -37,6 +37,7 @@ def load_problems(
     if not data.data:
         # Seed 0 for every run, so that runs can be compared.
         return train, own_problems(spec, data, "heldout", data.eval_size or NUM_HELD_OUT, 0)
+    # Asked for, but there are none: silence would look like an accuracy of nothing.
     check_eval_size(data.eval_size)
     return train, None
 
@@ -87,6 +88,7 @@ def check_command(env: EnvConfig, data: RowsConfig) -> str:
         given = {"registry": env.registry}
     else:
         given = {}
+    # Only what differs, so that the command stays short enough to read.
     given |= {name: getattr(data, name) for name in fields if getattr(data, name) != fields[name].default}
     words = [word for name, value in given.items() for word in flag_words(name, value)]
     return command_line("envs.check", [env.env, *words])
@@ -108,6 +110,7 @@ def probe_tools(
         try:
             await runner.open()
             spec.check_tool_faults(runner.runs_tools)
+            # An empty turn is what a model may write too: it must not break an environment.
             await runner.step("")
             await runner.reward("")
             return runner.tools
@@ -119,6 +122,7 @@ def probe_tools(
         try:
             return asyncio.run(probe(samples[index]))
         except EnvFault as error:
+            # The first one is shown; the others are tried, since one sample may be broken alone.
             fault = fault or error
     if fault is None:
         return ()

@@ -124,6 +124,7 @@ def write_model(learner: Learner, renderer: Renderer, folder: Path, dtype: torch
     """
     try:
         learner.save(folder, dtype)
+        # Rank 0 writes on its own host: without a shared folder there is nothing here.
         if not (folder / "config.json").exists():
             fix = "give a folder that all hosts see; the weights are there, on rank 0's host"
             raise UserError("--out", "must be shared with the host of learner rank 0", str(folder), fix)
@@ -145,6 +146,7 @@ def copy_other_files(base: Path, folder: Path) -> None:
     root = base.resolve()
     for file in sorted(base.glob("*")):
         target = folder / file.name
+        # Never code: a checkpoint may be a stranger's.
         is_named = file.suffix in (".json", ".txt", ".model", ".jinja") and file.name not in _NOT_COPIED
         if not is_named or file.name.endswith(".index.json") or target.exists() or not file.is_file():
             continue
@@ -173,12 +175,15 @@ def open_run(
         UserError: the folder cannot be used.
     """
     if config.checkpoint.resume:
+        # Two processes in one run would write the same files.
         folder = cleanup.enter_context(locked(found_folder(config.checkpoint.resume)))
         return OpenedRun(folder, found_checkpoint(folder))
+    # Remembered before the folder is made: only what we made may be removed.
     made = [parent for parent in (config.log.out, *config.log.out.parents) if not parent.exists()]
     folder = make_folder(config.log.out, config.log.name, label)
 
     def remove(kind: object, error: BaseException | None, trace: object) -> None:
+        # A server's log in it says why the start failed.
         if error and not keeps():
             remove_run(folder, made)
 
@@ -218,5 +223,6 @@ def begin_or_resume(
     checkpoint = opened.checkpoint
     if checkpoint:
         learner.learner.restore(checkpoint.learner)
+    # Last: the file says that the folder is that of a run which has begun.
     write_config(config, folder / CONFIG)
     return learner

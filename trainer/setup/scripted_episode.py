@@ -44,6 +44,7 @@ def try_functions(
         return
     for index in range(min(NUM_PROBED, len(samples))):
         played = asyncio.run(_played(spec, build_env, args, renderer, samples[index]))
+        # A broken episode says nothing of the functions that judge it.
         if not played.end_reason.is_valid:
             continue
         scored = asyncio.run(rewards.score(played, EnvLimits.of(spec)))
@@ -51,6 +52,7 @@ def try_functions(
             rule = "must give a scripted episode its reward"
             fix = "fix the function"
             raise UserError("--reward", rule, located_line(scored.error or ""), fix)
+        # The same episode in every place: only whether the calls work is asked.
         group = TrajectoryGroup(scored.sample_id, (scored,) * group_size)
         if keeps:
             keeps(group)
@@ -63,6 +65,7 @@ async def _played(spec: EnvSpec, build_env: BuildEnv, args: EnvArgs, renderer: R
     """Return an episode in which every turn is the sample's label as an answer."""
 
     def answer(turn: int, request: GenerateRequest) -> str:
+        # The label scores where a grader reads the answer; any other text would do for the call.
         return f"\\boxed{{{sample.label if sample.label is not None else 7}}}"
 
     engine = ScriptedEngine(renderer.tokenizer, answer, context_length=10 * MAX_NEW_TOKENS)

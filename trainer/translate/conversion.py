@@ -38,6 +38,7 @@ def convert(trainer: Trainer, name: str, value: Value, given: Given) -> Result:
     if isinstance(row, str):
         return {row: value}
     names = _Names(trainer, given, value)
+    # Some settings matter only where another one does not win over them.
     if "only_if" in row and not names.computed(row["only_if"]):
         return {}
     if "ranks" in row:
@@ -69,6 +70,7 @@ def _word(row: Mapping[str, Any], value: Value) -> Result:
 def _ranks(own: str, value: Value, names: _Names) -> Result:
     """Return what ranks of Megatron share: a number of them, tokens, or micro-batches that are padded for it."""
     shares_matrices = names["matrix_ranks"] not in (1, None)
+    # Megatron ignores it where no matrices are shared.
     switches = {"sp": names["x"] == 1 and shares_matrices, "pad_microbatches": names["x"] in (False, None)}
     if not names.is_megatron or not switches.get(own, not _is_in(value, "1 none")):
         return Note("not shared there and here", is_same=True)
@@ -156,6 +158,7 @@ def _is_in(value: Value, values: str) -> bool:
     >>> _is_in("0.00", "0 none"), _is_in("1e-3", "0 none")
     (True, False)
     """
+    # "0", "0.0" and "0.00" are the same setting.
     known = [parsed(word) for word in values.lower().split()]
     own = value if isinstance(value, list) else [value]
     return all(parsed(each.lower()) in known for each in own)

@@ -47,9 +47,11 @@ def read_settings(source: str) -> Given:
             "SOURCE", "must be YAML or a command in quotes", source, "give the flags that the script passes"
         )
     try:
+        # A command is copied with its line breaks.
         words = shlex.split(source.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise UserError("SOURCE", "must be a command of a shell", source, f"close the quotes ({error})") from error
+    # The last one wins, as in a command line.
     given = dict(_pairs([word for word in words if not _VARIABLE.fullmatch(word)]))
     if not given:
         raise UserError("SOURCE", "must hold settings", source, "give a command in quotes, or YAML")
@@ -91,6 +93,7 @@ def _of_yaml(text: str, place: str) -> Given:
     tree = parse_yaml(text, place)
     if not isinstance(tree, dict):
         raise UserError(place, "must be YAML with settings", tree, "give the configuration of a run")
+    # Aliases let a small file hold more values than memory.
     flat = dict(islice(_flat(tree, ""), MAX_VALUES + 1))
     if len(flat) > MAX_VALUES:
         raise UserError(place, f"must have at most {MAX_VALUES} settings", "more", "give the configuration of a run")
@@ -114,6 +117,7 @@ def _resolved(value: Value, flat: Mapping[str, Value]) -> Value:
     """Return a value with its references to others, `${a.b}`, replaced; a few of them may follow each other."""
     if isinstance(value, list):
         return value
+    # A reference to itself would never end.
     for _ in range(5):
         value = _REFERENCE.sub(lambda match: str(flat.get(match[1], match[0])), value)[:1000]
         value = _SUM.sub(_computed, value)

@@ -89,6 +89,7 @@ def translate(given: Given, trainer: str = "") -> Translation:
     else:
         title = _recognized(given)
     theirs = other_trainers()[title]
+    # What a command leaves out is so there too, and may not be so here.
     everything = {**theirs.defaults, **given}
     settings = {name: Setting(value, f"--{name}") for name, value in theirs.always.items()}
     unsaid: list[tuple[str, Value, Note]] = []
@@ -112,6 +113,7 @@ def translate(given: Given, trainer: str = "") -> Translation:
     if "context_length" not in settings:  # prompt and response
         lengths = [settings[name].value for name in ("max_prompt_tokens", "max_new_tokens") if name in settings]
         known = [int(length) for length in lengths if _COUNT.fullmatch(str(length))]
+        # Never below our default: a short prompt limit says nothing of the context.
         longest = max(sum(known), RunConfig().model.context_length)
         settings["context_length"] = Setting(str(longest), "--context-length")
     config = validate(RunConfig, {_PATHS[name]: setting for name, setting in settings.items()})
@@ -121,6 +123,7 @@ def translate(given: Given, trainer: str = "") -> Translation:
 def _recognized(given: Given) -> str:
     """Return the trainer that knows most of the settings."""
     known = {title: given.keys() & other_trainers()[title].settings.keys() for title in TRAINERS.values()}
+    # Trainers share names such as --lr, so the most known ones decide.
     best = max(known, key=lambda title: len(known[title]))
     if not known[best]:
         names = ", ".join(list(given)[:8])
