@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agents.model import STARTER_PATH
 from agents.model.architectures import ModelFacts
 from agents.recording.run_files import CONFIG
 from agents.rendering.renderer import Renderer
+from agents.rendering.tokenizer_files import model_folder
 from envs.config.commands import command_line
 from envs.errors import UserError
-from trainer.checkpoint.run_dir import MODEL
 from trainer.config.inputs import ModelConfig
 
 
@@ -30,30 +29,22 @@ def template_options(config: ModelConfig) -> dict[str, Any]:
     return options
 
 
-def resolve_model(name: str) -> Path | str:
+def resolve_model(name: str) -> str:
     """Return the folder of the bundled model or of a run's trained model, or the name as given."""
-    run = Path(name)
+    found = model_folder(name)
     # A run folder has config.yaml at its top, a model folder config.json.
-    if (run / CONFIG).is_file() and not (run / "config.json").is_file():
-        if (run / MODEL / "config.json").is_file():
-            return run / MODEL
+    if (Path(found) / CONFIG).is_file() and not (Path(found) / "config.json").is_file():
         export = command_line("trainer.export", [name])
         fix = f"write them with `{export}` and give the folder that it prints"
         raise UserError("--model", "must hold weights; this run folder has none yet", name, fix)
-    if name != "starter":
-        return name
-    # Missing in a checkout without large files.
-    if not (STARTER_PATH / "model.safetensors").exists():
-        fix = "run `python -m starter --recipe starter` and give its folder"
-        raise UserError("--model", "the bundled starter weights are missing", str(STARTER_PATH), fix)
-    return STARTER_PATH
+    return found
 
 
 @dataclass(frozen=True, eq=False)
 class OpenedModel:
     """A checkpoint without its weights: where it is, what its configuration says, its tokenizer and template."""
 
-    path: Path | str
+    path: str
     facts: ModelFacts
     renderer: Renderer
 

@@ -51,7 +51,7 @@ def test_what_the_run_asks_of_its_servers_reaches_their_settings(tmp_path: Path)
 
 
 def opened(checkpoint: Path, renderer: Renderer) -> OpenedModel:
-    return OpenedModel(checkpoint, ModelFacts.load(checkpoint), renderer)
+    return OpenedModel(str(checkpoint), ModelFacts.load(checkpoint), renderer)
 
 
 @pytest.mark.parametrize(
