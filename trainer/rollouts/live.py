@@ -276,10 +276,12 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         opened = open_run(config, label, cleanup, keeps=lambda: start.failure is not None)
         folder = opened.folder
         room = reserve_room(config, cleanup)
-        engine = run_engine(config, model, folder, room, cleanup)
-        servers = servers_of(engine) if config.starts_servers else None
-        if servers and with_engine and (room is None or room.is_split):
-            start.launch(servers)
+        engine = None
+        if config.starts_servers:
+            engine = run_engine(config, model, folder, room, cleanup)
+            servers = servers_of(engine)
+            if servers and with_engine and (room is None or room.is_split):
+                start.launch(servers)
         with start.clock.stage("the problems"):
             problems = _load_problems(config, spec, build_env, model.renderer)
         with start.clock.stage("the learner"):
@@ -299,6 +301,8 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         for change in changes:
             logger.warning(f"not as when the run began: {change}")
         with start.clock.stage("the engine's weights"):
+            # Without servers it comes last: nothing else can fail then and leave a user's engine open.
+            engine = engine or run_engine(config, model, folder, room, cleanup)
             transport = build_transport(config, model.facts, learner, engine, folder)
         probed = model.renderer.prompt(problems.train[0].prompt, problems.tools)
         tolerance = config.engine.probe_tolerance
