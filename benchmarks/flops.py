@@ -69,7 +69,7 @@ def forward_flops(config: Any, samples: Sequence[TrainingSample], shared: bool) 
     return Flops(
         tokens=tokens,
         images=len(grids),
-        body=2 * tokens * decoder_weights(text, text.head_dim),
+        body=2 * tokens * decoder_weights(text),
         attention=4 * pairs * text.num_attention_heads * text.head_dim * text.num_hidden_layers,
         head=2 * chosen * text.hidden_size * text.vocab_size,
         vision=vision,

@@ -10,53 +10,47 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from trainer.config.learner import LearnerConfig
 from trainer.planning.hardware import Hardware
-from trainer.planning.memory import GIB, MetaNetworks, Plan, count_values, empty_network, estimate
+from trainer.planning.memory import GIB, MetaNetworks, Plan, empty_network, estimate
 from trainer.planning.shape import ModelShape
-from trainer.planning.speed import LearnerLayout, PlannedLayout, Schedule, Speed, Workload
+from trainer.planning.speed import PlannedLayout, Speed
+from trainer.planning.workload import Schedule, Workload
 
 COLUMNS = ("run", "figure", "predicted", "measured", "error")
 #: Turns of 240 words: 1.7 a run, of which 68 % end at 512 tokens, so the longest of 128 episodes has about 512.
 LONG = Workload(
     prompt_tokens=250, image_tokens=110, turns=1.7, turn_tokens=206, observation_tokens=30, tool_s=0.0, spread=0.16
 )
-SHORT = Workload(
-    prompt_tokens=250, image_tokens=110, turns=1.7, turn_tokens=46, observation_tokens=30, tool_s=0.0, spread=0.6
-)
-#: Variant of `asynchrony_2b.json`, machine, workload, staleness, whether the cache is kept and GPUs are shared, seconds
-#: of a new image (0.035 before images were encoded by CUDA graphs).
+#: Variant of `asynchrony_2b.json` with long episodes, machine, staleness, whether the cache is kept and GPUs are
+#: shared, seconds of a new image (0.035 before images were encoded by CUDA graphs).
 RUNS = (
-    ("h100-split-0", "h100", LONG, 0, False, False, 0.035),
-    ("h100-split-1", "h100", LONG, 1, False, False, 0.035),
-    ("h100-one-gpu", "h100", LONG, 0, False, True, 0.035),
-    ("h100-short-one-gpu", "h100", SHORT, 0, False, True, 0.035),
-    ("h200-split-0", "h200", LONG, 0, False, False, 0.035),
-    ("h200-split-2", "h200", LONG, 2, False, False, 0.035),
-    ("h200-split-2-keep", "h200", LONG, 2, True, False, 0.035),
-    ("h200-split-4", "h200", LONG, 4, False, False, 0.035),
-    ("h200-split-4-keep", "h200", LONG, 4, True, False, 0.035),
-    ("h200-short-0", "h200", SHORT, 0, False, False, 0.035),
-    ("h200-short-2-keep", "h200", SHORT, 2, True, False, 0.035),
-    ("graphs-split-0", "h100", LONG, 0, False, False, 0.013),
-    ("graphs-split-2-keep", "h100", LONG, 2, True, False, 0.013),
-    ("graphs-short-one-gpu", "h100", SHORT, 0, False, True, 0.013),
+    ("h100-split-0", "h100", 0, False, False, 0.035),
+    ("h100-split-1", "h100", 1, False, False, 0.035),
+    ("h100-one-gpu", "h100", 0, False, True, 0.035),
+    ("h200-split-0", "h200", 0, False, False, 0.035),
+    ("h200-split-2", "h200", 2, False, False, 0.035),
+    ("h200-split-2-keep", "h200", 2, True, False, 0.035),
+    ("h200-split-4", "h200", 4, False, False, 0.035),
+    ("h200-split-4-keep", "h200", 4, True, False, 0.035),
+    ("graphs-split-0", "h100", 0, False, False, 0.013),
+    ("graphs-split-2-keep", "h100", 2, True, False, 0.013),
 )
 #: Of the learner's benchmarks: prompts of 260 tokens, 110 of an image, responses of 644 with 5 % tool output.
 GEO3K = Workload(prompt_tokens=150, image_tokens=110, turns=2, turn_tokens=306, observation_tokens=32)
 #: Run, machine, problems of 8, learner, tokens a second.
 LEARNER = (
-    ("H100, 1 rank, constants from it", "h100", 8, LearnerLayout(1), 44_790),
-    ("H100, 1 rank, all recomputed", "h100", 8, LearnerLayout(1, 32768, 1.0), 37_259),
-    ("H200, 1 rank, 16 problems, constants from it", "h200", 16, LearnerLayout(1), 49_036),
-    ("H200, 2 ranks, 16 problems, constants from it", "h200", 16, LearnerLayout(2), 89_152),
-    ("H200, 1 rank, 32 problems", "h200", 32, LearnerLayout(1), 48_038),
-    ("H200, 2 ranks, 32 problems", "h200", 32, LearnerLayout(2), 92_572),
-    ("H200, 4 ranks, 32 problems", "h200", 32, LearnerLayout(4), 171_932),
-    ("H200, 4 ranks, 32 problems, reshard always", "h200", 32, LearnerLayout(4, reshards=True), 150_700),
+    ("H100, 1 rank, constants from it", "h100", 8, Plan(1, 16384, reshard="never"), 44_790),
+    ("H100, 1 rank, all recomputed", "h100", 8, Plan(1, 32768, recompute=1.0), 37_259),
+    ("H200, 1 rank, 16 problems, constants from it", "h200", 16, Plan(1, 16384, reshard="never"), 49_036),
+    ("H200, 2 ranks, 16 problems, constants from it", "h200", 16, Plan(2, 16384, reshard="never"), 89_152),
+    ("H200, 1 rank, 32 problems", "h200", 32, Plan(1, 16384, reshard="never"), 48_038),
+    ("H200, 2 ranks, 32 problems", "h200", 32, Plan(2, 16384, reshard="never"), 92_572),
+    ("H200, 4 ranks, 32 problems", "h200", 32, Plan(4, 16384, reshard="never"), 171_932),
+    ("H200, 4 ranks, 32 problems, reshard always", "h200", 32, Plan(4, 16384, reshard="always"), 150_700),
 )
 #: Run, model, rank of adapters, plan, peak in GiB. The 2B steps have 18 samples with an image in a micro-batch.
 MEMORY = (
@@ -64,7 +58,6 @@ MEMORY = (
     ("2b, 2 ranks, compiled, constant from it", "2b", 0, Plan(2, 16384, 7920, is_compiled=True), 44.97),
     ("2b, 1 rank, compiled, earlier", "2b", 0, Plan(1, 16384, 7920, is_compiled=True), 71.43),
     ("2b, 32,768 tokens, all recomputed", "2b", 0, Plan(1, 32768, 3520, 1.0, is_compiled=True), 42.87),
-    ("4b, all recomputed, optimizer offloaded", "4b", 0, Plan(1, 8192, 8192, 1.0, "always", "optimizer"), 66.48),
     ("8b, LoRA, all recomputed", "8b", 32, Plan(1, 8192, 8192, 1.0, "always", frozen_bytes=2), 29.69),
 )
 
@@ -92,13 +85,13 @@ class Compared:
 def whole_runs(shape: ModelShape) -> Iterator[Compared]:
     """Predict the recorded runs of one learner and one server with 16 problems of 8 episodes a step."""
     measured = json.loads((RESULTS / "asynchrony_2b.json").read_text(encoding="utf-8"))["by_variant"]
-    for name, machine, workload, staleness, keeps, shares, image_s in RUNS:
+    for name, machine, staleness, keeps, shares, image_s in RUNS:
         found = measured[name]
         tokens = found["tokens_per_s"] / found["samples_per_s"]  # of an episode
-        workload = workload.model_copy(update={"turn_tokens": tokens / workload.turns})
-        hardware = replace(Hardware.read(machine), image_s=image_s)
+        workload = LONG.model_copy(update={"turn_tokens": tokens / LONG.turns})
+        hardware = Hardware.read(machine).model_copy(update={"image_s": image_s})
         schedule = Schedule(problems_per_step=16, max_staleness=staleness, keep_kv_cache=keeps)
-        layout = PlannedLayout("colocate" if shares else "split", LearnerLayout(), 1, 1, "ipc", cache_tokens=1e6)
+        layout = PlannedLayout("colocate" if shares else "split", Plan(tokens=16384), 1, 1, cache_tokens=1e6)
         forecast = Speed(shape, hardware, workload, schedule).forecast(layout)
         yield Compared(f"2B, {name}", "training, s", forecast.train_s, found["train_s"])
         yield Compared(f"2B, {name}", "samples/s", forecast.samples_per_s, found["samples_per_s"])
@@ -107,7 +100,7 @@ def whole_runs(shape: ModelShape) -> Iterator[Compared]:
 def learner_steps(shape: ModelShape) -> Iterator[Compared]:
     """Predict recorded steps of a learner without a run around it."""
     for name, machine, problems, learner, measured in LEARNER:
-        hardware = replace(Hardware.read(machine), update_s=0.0)
+        hardware = Hardware.read(machine).model_copy(update={"update_s": 0.0})
         seconds = Speed(shape, hardware, GEO3K, Schedule(problems_per_step=problems)).train_s(learner)
         yield Compared(name, "learner tokens/s", problems * 8 * GEO3K.stream / seconds, measured)
 
@@ -124,8 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="update benchmarks/results/planner.json")
     args = parser.parse_args()
-    network = empty_network("2b")
-    shape = ModelShape.of(network.config, count_values(network.parameters()))
+    shape = ModelShape.of(empty_network("2b"))
     rows = [each.row() for each in (*whole_runs(shape), *learner_steps(shape), *peaks())]
     print(markdown(COLUMNS, rows))
     if args.write:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 import trueturn as tt
 from agents.recording.selection import SelectionConfig
@@ -27,28 +23,19 @@ from trainer.config.inputs import DataConfig, EnvConfig
 from trainer.config.run import RunConfig
 from trueturn.arguments import ELSEWHERE
 from trueturn.environment import ENTRY_KEYS
-from trueturn.settings import ROWS
 
 FILE = ROOT / "trueturn" / "keywords.py"
 
-HEAD = '''"""The settings of each call with their types, so that editors complete them and type checkers know them.
+HEAD = '''"""The settings of each call, so that editors complete them and type checkers know their names.
+
+Their values are checked when they are given.
 
 Written by `python -m tests.keywords` from the configuration of the commands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, TypedDict
-
-from envs.datasets.rows import Rows
-from trueturn.settings import HasFolder
-
-#: A file, a folder, or what has one, such as a run.
-Place = str | Path | HasFolder
-#: An object of yours, or where it stands: module:NAME.
-Code = str | Callable[..., Any]
+from typing import Any, TypedDict
 '''
 
 
@@ -57,46 +44,17 @@ class Base:
     """A class whose fields others inherit."""
 
     name: str
-    fields: Mapping[str, str]
+    fields: Sequence[str]
 
 
-NO_BASE = Base("TypedDict", {})
+NO_BASE = Base("TypedDict", [])
 
 
-def settings_of(call: Callable[..., Any], *models: type[BaseModel]) -> dict[str, str]:
-    """Return name and type of every setting of a call."""
-    own = inspect.signature(call).parameters.keys() | getattr(call, ELSEWHERE)
-    found = {path[-1]: field for model in models for path, field in leaves(model)}
-    return {name: type_of(name, field) for name, field in found.items() if name not in own and name != "env"}
-
-
-def type_of(name: str, field: FieldInfo) -> str:
-    if name in ROWS:
-        return "Rows | str | Path"
-    if name == "model":
-        return "Place"
-    if name == "dataset":
-        return "Code | None"
-    return written(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
-
-
-def written(annotation: Any) -> str:
-    """Return a type as Python code takes it: one value for a list of one, a path as text, an object for its name."""
-    parts = get_args(annotation)
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return "Code" if any(hasattr(rule, "group") for rule in parts[1:]) else written(parts[0])
-    if origin is tuple:
-        return f"{written(parts[0])} | Sequence[{written(parts[0])}]"
-    if origin in (Union, UnionType):
-        return " | ".join(dict.fromkeys(written(part) for part in parts))
-    if origin is Literal:
-        return f"Literal[{', '.join(map(repr, parts))}]"
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return f"Literal[{', '.join(repr(str(word.value)) for word in annotation)}]"
-    if parts:
-        return str(annotation).replace("collections.abc.", "").replace("typing.", "")
-    return {Path: "Place", NoneType: "None"}.get(annotation, annotation.__name__)
+def settings_of(call: Callable[..., Any], *models: type[BaseModel]) -> list[str]:
+    """Return the name of every setting of a call."""
+    own = inspect.signature(call).parameters.keys() | getattr(call, ELSEWHERE) | {"env"}
+    found = dict.fromkeys(path[-1] for model in models for path, _ in leaves(model))
+    return [name for name in found if name not in own]
 
 
 def classes() -> Iterator[str]:
@@ -105,15 +63,15 @@ def classes() -> Iterator[str]:
     evaluate = settings_of(tt.evaluate, EvaluateConfig)
     rollout = settings_of(tt.rollout, EvaluateConfig)
     view = settings_of(tt.view, SelectionConfig)
-    entry = {name: kind for name, kind in settings_of(tt.env, EnvSpec).items() if name in ENTRY_KEYS}
-    environment = {"seed": train["seed"], **settings_of(tt.env, EnvConfig, DataConfig)}
-    played = Base("PlayKeywords", {name: kind for name, kind in evaluate.items() if name in rollout})
-    running = Base("RunKeywords", {name: kind for name, kind in train.items() if name in played.fields})
-    common = Base("EnvironmentKeywords", {name: kind for name, kind in environment.items() if name in running.fields})
+    entry = [name for name in settings_of(tt.env, EnvSpec) if name in ENTRY_KEYS]
+    environment = ["seed", *settings_of(tt.env, EnvConfig, DataConfig)]
+    played = Base("PlayKeywords", [name for name in evaluate if name in rollout])
+    running = Base("RunKeywords", [name for name in train if name in played.fields])
+    common = Base("EnvironmentKeywords", [name for name in environment if name in running.fields])
     shown = Base("ViewKeywords", view)
     yield typed_dict(common.name, "Environment and problems.", common.fields)
     about = "`tt.env`; those of its own are for classes and functions."
-    yield typed_dict("EnvKeywords", about, environment | entry, common)
+    yield typed_dict("EnvKeywords", about, list(dict.fromkeys(environment + entry)), common)
     yield typed_dict(running.name, "What training shares with `tt.rollout` and `tt.evaluate`.", running.fields, common)
     yield typed_dict("TrainKeywords", "`tt.train` and `tt.TrainConfig`.", train, running)
     yield typed_dict(played.name, "What `tt.rollout` and `tt.evaluate` share.", played.fields, running)
@@ -124,9 +82,9 @@ def classes() -> Iterator[str]:
     yield typed_dict("ForkKeywords", "`tt.fork`.", settings_of(tt.fork, ForkConfig))
 
 
-def typed_dict(name: str, about: str, fields: Mapping[str, str], base: Base = NO_BASE) -> str:
+def typed_dict(name: str, about: str, fields: Sequence[str], base: Base = NO_BASE) -> str:
     """Return the code of a class with the fields that its base has not."""
-    lines = [f"    {field}: {kind}" for field, kind in fields.items() if field not in base.fields]
+    lines = [f"    {field}: Any" for field in fields if field not in base.fields]
     return "\n".join([f"class {name}({base.name}, total=False):", f'    """{about}"""', "", *lines])
 
 

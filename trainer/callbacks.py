@@ -81,6 +81,7 @@ _made: dict[str, Callback] = {}
 def check_callbacks(references: Sequence[str]) -> None:
     """Make the callbacks of a run that is about to begin. Raises `UserError` if one cannot be made or is none."""
     for reference in references:
+        # Kept, so that the constructor of a user, which may connect somewhere, runs once.
         _made[reference] = _open(reference)
 
 
@@ -112,6 +113,7 @@ class Callbacks:
         added: dict[str, float] = {}
         for reference, callback in self._callbacks.items():
             with _watched(reference, "on_step_end"):
+                # A copy: what a callback changes must not reach the log.
                 result = callback.on_step_end(step, dict(row))
             if isinstance(result, Mapping):
                 added |= _checked(reference, result, row.keys() | added.keys())
@@ -134,6 +136,7 @@ class Callbacks:
 
     def _note(self, reference: str, callback: Callback, method: str, result: object) -> None:
         if isinstance(result, Stop):
+            # The first reason stands; later callbacks are still called.
             self.stop_reason = self.stop_reason or f"{type(callback).__name__}: {result.reason}"
         elif result is not None:
             rule = f"'{reference}'.{method} must return Stop(reason) or None"
@@ -150,6 +153,7 @@ def _open(reference: str) -> Callback:
         raise UserError(FLAG, f"'{reference}' must give a Callback", type(found).__name__, fix)
     known = [name for name in vars(Callback) if name.startswith("on_")]
     for name in dir(found):
+        # A mistyped method would simply never be called.
         if name.startswith("on_") and name not in known:
             raise UserError(FLAG, f"'{reference}' has a method that is never called", name, did_you_mean(name, known))
         if name in known:
@@ -161,10 +165,12 @@ def _open(reference: str) -> Callback:
 def _watched(reference: str, method: str) -> Iterator[None]:
     """Turn what a callback raises into a `UserError`, and name it in a warning if it takes long."""
     name = f"'{reference}'.{method}"
+    # The loop waits for callbacks, so a slow one looks like a slow step.
     timer = threading.Timer(SLOW_S, logger.warning, [f"the run waits for {FLAG} {name}, since {SLOW_S:g} s"])
     timer.daemon = True
     timer.start()
     try:
+        # Never ended by us: a callback may upload for minutes.
         with watched(f"{FLAG} {name}", math.inf):
             yield
     except CODE_FAULTS as error:
@@ -176,6 +182,7 @@ def _watched(reference: str, method: str) -> Iterator[None]:
 def _checked(reference: str, added: Mapping[Any, Any], known: set[str]) -> dict[str, float]:
     """Return the metrics that a callback adds, if they are numbers under new names."""
     for name, value in added.items():
+        # A callback must not replace a metric that others go by.
         if not isinstance(name, str) or name in known or not isinstance(value, Real):
             rule = f"'{reference}'.on_step_end must return numbers by names that the row does not have"
             raise UserError(FLAG, rule, f"{name}: {value!r}", "give it another name, or a number")

@@ -35,6 +35,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     console = open_console()
     if not console.is_terminal:
+        # In a log the table would wrap at 80 columns.
         console = Console(width=120)
     started = time.perf_counter()
     with console.status("") as status:

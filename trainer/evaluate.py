@@ -30,6 +30,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     description = "Measure how good a policy is in an environment."
     config = with_absolute_paths(parse(EvaluateConfig, argv, "python -m trainer.evaluate", description, SOURCES))
     config.env.resolve()
+    # Results are never mixed: an existing folder is an error before anything loads.
     new_folder(config.measurement.out, config.measurement.name, can_resume=False)
     check_sources(config.model.model, config.data.data)
     # Imported late: this imports torch, which takes seconds.
@@ -44,6 +45,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 130
     if evaluator.report.has_scores:
         return 0
+    # One cause stands for all: broken environments mostly fail in one way.
     cause = evaluator.causes.most_common(1)[0][0]
     print(f"error: no episode could be scored: {cause}", file=sys.stderr)
     return 1

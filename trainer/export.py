@@ -35,6 +35,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     from trainer.metrics.console import open_console
     from trainer.setup.export import export
 
+    # Libraries print progress bars otherwise, among the one line that scripts read.
     open_console()
     print(path_text(export(config.run, config.step, config.to, getattr(torch, config.dtype))))
     return 0

@@ -32,6 +32,7 @@ async def run_training(
         session, summary = asyncio.run(run_training(context, LiveRollouts(context), Display()))
         session.log.rows[-1]["reward"], summary["accuracy_after"]["with_tool"]      # 0.406, 0.641
     """
+    # It opens recorder, log and trackers, so nothing of the run can happen unrecorded.
     session = TrainingSession(context, rollouts, display)
 
     async def whole_run() -> None:
@@ -40,6 +41,7 @@ async def run_training(
             await session.evaluate_before()
             await train(context, rollouts, session)
         finally:
+            # Also after an error: what was begun is in the recording, marked as unfinished.
             session.record_unfinished(await rollouts.drain())
         await session.evaluate_after()
 
@@ -58,6 +60,7 @@ async def train(context: RunContext, rollouts: Rollouts, session: TrainingSessio
             await session.complete(update(context, session, step, rollout, advantages, clock))
         else:
             await session.finish_step(rollout, clock)
+        # With the new weights, which the engine has by now.
         await session.evaluate_in_step()
 
 
@@ -71,6 +74,7 @@ async def update(
 ) -> None:
     """Update the weights from a step's rollout, hand them to the engine, and finish the step."""
     config = context.config
+    # From here an interrupt waits, so a run always stops between two steps.
     await session.begin_update()
     minibatches = build_minibatches(
         rollout.groups,
@@ -80,8 +84,10 @@ async def update(
         config.algorithm,
         config.env.max_new_tokens,
     )
+    # Servers on the learner's GPUs free their memory first.
     await context.weight_sync.begin_training()
     stats = await clock.time("train_s", compute(context.learner.step, minibatches))
+    # Before the push: they belong to the weights that played.
     session.record_logprobs(rollout, stats)
     push = await context.weight_sync.push(version=step)
     await session.finish_step(rollout, clock, minibatches, stats, push)

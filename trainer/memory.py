@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -35,9 +34,6 @@ class MemoryConfig(Section):
     )
     offload: Offload = Field(default="none", description="--offload of trainer.run")
     reshard: Reshard = Field(default="auto", description="--reshard of trainer.run")
-    frozen_bytes: int = Field(default=2, ge=2, le=4, multiple_of=2, description="bytes of a frozen weight, 2 or 4")
-    backend: Literal["fsdp", "megatron"] = Field(default="fsdp", description="--backend of trainer.run")
-    lora_rank: int = Field(default=32, ge=1, description="rank of the adapters")
 
     @field_validator("image_tokens")
     @classmethod
@@ -45,13 +41,6 @@ class MemoryConfig(Section):
         tokens = info.data.get("tokens", value)
         if value > tokens:
             raise ValueError(f"must be among the {tokens} --tokens")
-        return value
-
-    @field_validator("backend")
-    @classmethod
-    def _is_predicted(cls, value: str) -> str:
-        if value == "megatron":
-            raise ValueError("must be fsdp: Megatron's memory was missed by 20 to 60 %, so it is not predicted")
         return value
 
 
@@ -63,6 +52,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     from trainer.learner.compile_choice import LARGE
     from trainer.planning.memory import MetaNetworks, Plan, empty_network, memory_table
 
+    # On the meta device: nothing is downloaded but the configuration.
     model = empty_network(config.model)
     networks = MetaNetworks(model)
     plan = Plan(
@@ -71,14 +61,14 @@ def run(argv: Sequence[str] | None = None) -> int:
         patches=config.image_tokens * model.merge_size**2,
         reshard=config.reshard,
         offload=config.offload,
-        frozen_bytes=config.frozen_bytes,
+        frozen_bytes=2,  # bfloat16
         is_compiled=networks.num_parameters >= LARGE,
     )
     gpus = f"{config.gpus} GPUs with {config.memory_gib:g} GiB"
     parameters = f"{networks.num_parameters / 1e6:,.0f} M parameters"
     print(f"Computed, not measured: GiB on each of {gpus}, {config.model} of")
     print(f"{parameters}, {config.tokens} tokens a micro-batch, {config.image_tokens} of images.")
-    print(memory_table(networks, plan, config.lora_rank, config.memory_gib))
+    print(memory_table(networks, plan, config.memory_gib))
     return 0
 
 

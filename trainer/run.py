@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from trainer.rollouts.protocol import Rollouts
     from trainer.rollouts.session import TrainingSession
     from trainer.setup.run_context import RunContext
-    from trainer.setup.start import Start
 
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags and train; return the exit code."""
     description = "Train a policy by reinforcement in an environment."
+    # Paths are made whole here, while the working folder is still that of the command.
     config = with_whole_paths(parse(RunConfig, argv, "python -m trainer.run", description, SOURCES, FIRST_SETTINGS))
     check_settings(config)
     # Imported late, so that --help and a wrong setting answer at once.
@@ -68,6 +68,7 @@ def check_settings(config: RunConfig) -> None:
             fix = "begin a new run: nothing was trained, so there is nothing to resume"
             raise UserError("--resume", "must be a run that trains", str(config.checkpoint.resume), fix)
     else:
+        # Only asked whether it could be made: a refused run leaves nothing behind.
         new_folder(config.log.out, config.log.name)
     if config.plays:
         config.env.resolve()
@@ -75,6 +76,7 @@ def check_settings(config: RunConfig) -> None:
     else:
         check_sources(config.model.model)
     check_trackers(config.log.tracker)
+    # Last, since making a callback runs code of the user.
     check_callbacks(config.log.callback)
 
 
@@ -87,9 +89,12 @@ def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRu
     """
     from agents.rollout.garbage_collection import tune_garbage_collection
     from trainer.preflight.quick import QuickChecks
+    from trainer.rollouts.live import LiveRollouts, prepare
+    from trainer.rollouts.recorded import RecordedRollouts, prepare_replay
     from trainer.setup.start import Start
 
     console.print(f"loading model and {'problems' if config.plays else 'recording'} ...")
+    # Before anything is loaded: a run that does not fit is refused in seconds.
     doctor = QuickChecks(config)
     start = Start(console, age_s)
     context = None
@@ -97,10 +102,17 @@ def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRu
         with start.watched():
             with start.clock.stage("the first checks"):
                 doctor.check_config()
-            context, rollouts = prepared(config, start)
+            if config.plays:
+                context = prepare(config, start)
+                rollouts = LiveRollouts(context)
+            else:
+                context = prepare_replay(config, start)
+                rollouts = RecordedRollouts(context)
             with start.clock.stage("the doctor"):
                 doctor.check_context(context)
+            # After all that lives as long as the run was made.
             tune_garbage_collection()
+    # Ctrl-C too: servers must not outlive the command.
     except BaseException:
         if context:
             context.abandon()
@@ -109,19 +121,6 @@ def train(config: RunConfig, console: Console, age_s: float = 0.0) -> FinishedRu
         return run_prepared(context, rollouts, console)
     finally:
         context.close()
-
-
-def prepared(config: RunConfig, start: Start) -> tuple[RunContext, Rollouts]:
-    """Check everything and build the context of a run, and its rollouts. Raises `UserError` where a check fails."""
-    if config.plays:
-        from trainer.rollouts.live import LiveRollouts, prepare
-
-        context = prepare(config, start)
-        return context, LiveRollouts(context)
-    from trainer.rollouts.recorded import RecordedRollouts, prepare_replay
-
-    context = prepare_replay(config, start)
-    return context, RecordedRollouts(context)
 
 
 def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> FinishedRun:
@@ -144,6 +143,7 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     if config.trains and summary["steps_done"] and not summary["num_updates"]:
         console.print(f"the weights did not change: no step made an update; see num_skipped and reward in {METRICS}")
     ends = summary["end_reasons"]
+    # A common mistake: tool output counts as well, and rewards then stay flat without an error.
     if ends.get("token_budget", 0) > sum(ends.values()) / 2:
         budget = f"--max-new-tokens {config.env.max_new_tokens}"
         console.print(f"most episodes used up {budget}, which includes what the environment says: raise it")
@@ -158,6 +158,7 @@ def run_prepared(context: RunContext, rollouts: Rollouts, console: Console) -> F
     for note in context.closing_notes(session.log.rows):
         console.print(note, soft_wrap=True)
     console.print(f"everything is in {path_text(context.folder)}", soft_wrap=True)
+    # After everything is said and saved: the exit code alone tells of it.
     check_finite(summary)
     if session.is_interrupted:
         console.print(resume_hint("trainer.run", context.folder), soft_wrap=True)

@@ -48,6 +48,7 @@ class TrainingSample:
     @property
     def advantages_N(self) -> NDArray[np.float32]:
         """The advantage of each of the N model tokens."""
+        # Turns count from 1, so turn k has the k-th advantage.
         turns_N = self.turns_T[self.mask_T]
         if isinstance(self.advantage, tuple):
             return np.array(self.advantage, dtype=np.float32)[turns_N - 1]
@@ -56,6 +57,7 @@ class TrainingSample:
     @property
     def prompt_key(self) -> tuple[bytes, tuple[str, ...]]:
         """The prompt as a key of mappings: its ids, and the digests of its images."""
+        # Equal ids are not enough: other images have the same placeholders.
         shown = self.images[: self.num_prefix_images]
         return self.ids_T[: self.prefix_length].tobytes(), tuple(image.digest for image in shown)
 
@@ -77,11 +79,13 @@ class Row:
     @property
     def num_tokens(self) -> int:
         """Tokens of the row."""
+        # The prompt is computed once for all samples of the row.
         return self.prefix_length + sum(len(s.ids_T) - self.prefix_length for s in self.samples)
 
     @property
     def images(self) -> tuple[ProcessedImage, ...]:
         """The row's images in token order."""
+        # Images of the prompt are shown once, as its tokens are.
         count = self.samples[0].num_prefix_images
         return self.samples[0].images[:count] + tuple(image for s in self.samples for image in s.images[count:])
 
@@ -144,6 +148,7 @@ class ModelTokens:
 
 def check_shape(values_N: object, tokens: ModelTokens) -> None:
     """Raise TypeError unless a user's algorithm gave a tensor with a value for each token."""
+    # A scalar would broadcast, and train every token alike without a word.
     if not isinstance(values_N, Tensor) or values_N.shape != tokens.logprobs_N.shape:
         if isinstance(values_N, Tensor):
             got = tuple(values_N.shape)
@@ -189,6 +194,7 @@ class StepStats:
 
     def row(self) -> dict[str, float]:
         """Return the numbers by name, those of turn k as `rollout_train_kl/turn_k`."""
+        # asdict copies deeply, and log-probs are the largest part of a step.
         numbers = asdict(replace(self, logprobs={}))
         del numbers["logprobs"]
         by_turn = enumerate(numbers.pop("kl_by_turn"), 1)

@@ -11,7 +11,6 @@ from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast, get_type_hints
 
-import docstring_parser
 import numpy as np
 from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
@@ -42,35 +41,21 @@ def public(*, without: Collection[str] = (), **names: str) -> Callable[[F], F]:
         @public(size="num_problems")
         def rollout(env: Environment | str, num_problems: int = 32, **settings: Any) -> Rollout: ...
 
-        rollout("geo3k", None)     # UserError: num_problems=: must be int, got None; see help(tt.rollout) (how many ...
+        rollout("geo3k", None)     # UserError: num_problems=: must be int, got None; see help(tt.rollout)
         rollout("geo3k", size=3)   # UserError: size=: is no setting of this call, got 3; give num_problems=
     """
 
     names = dict.fromkeys(without, "") | names
 
     def decorate(function: F) -> F:
-        @contextlib.contextmanager
-        def checked(args: tuple[Any, ...], settings: Mapping[str, Any]) -> Iterator[None]:
-            _check(function, args, settings, names)
-            with _in_python(_help_of(function), names):
-                yield
-
         @functools.wraps(function)
         def call(*args: Any, **settings: Any) -> Any:
-            with checked(args, settings):
+            _check(function, args, settings, names)
+            with _in_python(_help_of(function), names):
                 return function(*args, **settings)
 
-        @functools.wraps(function)
-        async def call_async(*args: Any, **settings: Any) -> Any:
-            with checked(args, settings):
-                return await function(*args, **settings)
-
-        if inspect.iscoroutinefunction(function):
-            decorated = call_async
-        else:
-            decorated = call
-        setattr(decorated, ELSEWHERE, frozenset(names))
-        return cast(F, decorated)
+        setattr(call, ELSEWHERE, frozenset(names))
+        return cast(F, call)
 
     return decorate
 
@@ -94,12 +79,8 @@ def _check(
         try:
             adapter.validate_python((value.item() if isinstance(value, np.generic) else value,), strict=True)
         except ValidationError as error:
-            if about := _description(function, name):
-                described = f" ({about})"
-            else:
-                described = ""
             rule = f"must be {parameters[name].annotation}"
-            raise UserError(f"{name}=", rule, value, f"see {_help_of(function)}{described}") from error
+            raise UserError(f"{name}=", rule, value, f"see {_help_of(function)}") from error
 
 
 @functools.cache
@@ -122,20 +103,8 @@ def _adapters(function: Callable[..., Any]) -> Mapping[str, TypeAdapter[Any]]:
     return {name: TypeAdapter(one[hint], config=_ANY_TYPE) for name, hint in hints.items()}
 
 
-def _description(function: Callable[..., Any], name: str) -> str:
-    """Return what the docstring says of an argument."""
-    described = docstring_parser.parse(inspect.getdoc(_sync(function)) or "").params
-    text = next((each.description or "" for each in described if each.arg_name == name), "")
-    return " ".join(text.split()).removesuffix(".")
-
-
 def _help_of(function: Callable[..., Any]) -> str:
-    return f"help(tt.{_sync(function).__qualname__.removesuffix('.__init__')})"
-
-
-def _sync(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the blocking twin of an `_async` function, whose docstring describes the arguments, else the function."""
-    return function.__globals__.get(function.__name__.removesuffix("_async"), function)
+    return f"help(tt.{function.__qualname__.removesuffix('.__init__')})"
 
 
 @contextlib.contextmanager

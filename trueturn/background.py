@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from trainer.checkpoint.cancel import CANCEL
 
+P = ParamSpec("P")
 T = TypeVar("T")
-
 
 #: Held by the call that works: models are loaded and signals handled for the whole process.
 _TURN = threading.Lock()
@@ -34,20 +35,36 @@ def run_blocking(work: Callable[[], T]) -> T:
         return call.future.result()
 
 
-async def run_beside(work: Callable[[], T]) -> T:
-    """Return what `work` returns, while the event loop goes on. Calls at the same time take turns.
+def as_coroutine(function: Callable[P, T], example: str) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Return the `_async` twin of a public function: the event loop goes on while it works.
 
-    Cancelling the call ends the run as Ctrl-C does.
+    Calls at the same time take turns. `example` are the arguments that its docstring shows.
     """
-    call = _Call(work)
-    wrapped = asyncio.wrap_future(call.future)
-    try:
-        return await asyncio.shield(wrapped)
-    except asyncio.CancelledError:
-        await asyncio.to_thread(call.cancel)
-        await asyncio.to_thread(call.thread.join)
-        await asyncio.wait([wrapped])
-        raise
+
+    @functools.wraps(function)
+    async def call(*args: P.args, **settings: P.kwargs) -> T:
+        working = _Call(lambda: function(*args, **settings))
+        wrapped = asyncio.wrap_future(working.future)
+        try:
+            return await asyncio.shield(wrapped)
+        except asyncio.CancelledError:
+            await asyncio.to_thread(working.cancel)
+            await asyncio.to_thread(working.thread.join)
+            await asyncio.wait([wrapped])
+            raise
+
+    twin = f"{function.__name__}_async"
+    call.__name__ = twin
+    call.__qualname__ = twin
+    call.__doc__ = f"""Do what `{function.__name__}` does while the event loop goes on.
+
+    Cancelling the call ends it as Ctrl-C does.
+
+    Example::
+
+        result = await tt.{twin}({example})
+    """
+    return call
 
 
 class _Call(Generic[T]):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import functools
-import html
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,8 +19,6 @@ from trueturn.arguments import public
 
 if TYPE_CHECKING:
     import pandas
-
-CURVE = "reward_curve.png"
 
 
 @dataclass(frozen=True)
@@ -107,26 +103,3 @@ class Run:
     def episodes(self) -> Iterator[Trajectory]:
         """Yield the recorded episodes without processed images, in the order in which they ended."""
         return (self.recording.trajectory(episode) for episode in self.recording.episodes())
-
-    def _repr_html_(self) -> str:
-        """Return a table of accuracies, or where nothing is a success mean rewards, and the reward curve."""
-        if self.accuracy:
-            name = "accuracy"
-        else:
-            name = "mean_reward"
-        before = self.summary.get(f"{name}_before", {})
-        cells = "".join(
-            f"<tr><td>{html.escape(way.replace('_', ' '))}</td><td>{before.get(way, 0):.3f}</td>"
-            f"<td>{after:.3f}</td></tr>"
-            for way, after in self.summary.get(f"{name}_after", {}).items()
-        )
-        if cells:
-            table = f"<table><tr><th>{name.replace('_', ' ')}</th><th>before</th><th>after</th></tr>{cells}</table>"
-        else:
-            table = ""
-        curve = self.folder / CURVE
-        image = ""
-        if curve.is_file():
-            data = base64.b64encode(curve.read_bytes()).decode()
-            image = f'<img style="max-width:640px" src="data:image/png;base64,{data}">'
-        return f"<p>{html.escape(self.folder.name)}: {len(self.rows)} steps</p>{table}{image}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -12,7 +12,7 @@ from trainer.callbacks import Callback
 from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES, with_whole_paths
 from trueturn.arguments import NOT_GIVEN, public
-from trueturn.background import run_beside, run_blocking
+from trueturn.background import as_coroutine, run_blocking
 from trueturn.environment import Environment, as_environment
 from trueturn.keywords import TrainKeywords
 from trueturn.runs import Run
@@ -71,54 +71,31 @@ def train(
         run = tt.train(tt.env("geo3k", max_turns=3), model="starter", steps=2, eval_size=0)
         len(run.rows)                                          # 2
     """
-    return run_blocking(lambda: _train(env, config, reward_funcs, reward_weights, callbacks, settings))
+
+    def work() -> Run:
+        # Imported late: it loads torch.
+        from trainer.metrics.console import open_console
+        from trainer.run import check_settings, train
+
+        own: dict[str, Any] = {}
+        if reward_funcs or reward_weights is not None:
+            own["reward"] = weighted_rewards(reward_funcs, reward_weights)
+        if callbacks:
+            own["callback"] = callbacks
+        if twice := own.keys() & settings.keys():
+            name = min(twice)
+            rule = "must not be given beside reward_funcs and callbacks, which stand for reward and callback"
+            raise UserError(f"{name}=", rule, settings[name], "leave one out")
+        if env is NOT_GIVEN:
+            environment = {}
+        else:
+            environment = as_environment(env).settings
+        given = {**environment, **settings, **own}
+        run_config = with_whole_paths(config_of(RunConfig, SOURCES, given, config))
+        check_settings(run_config)
+        return Run(Path(train(run_config, open_console()).folder))
+
+    return run_blocking(work)
 
 
-@public()
-async def train_async(
-    env: Environment | str | Callable[..., Any] = NOT_GIVEN,
-    *,
-    config: RunConfig | str | Path | None = None,
-    reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str = (),
-    reward_weights: Sequence[float] | None = None,
-    callbacks: list[Any] | tuple[Any, ...] | Callback | type[Callback] = (),
-    **settings: Unpack[TrainKeywords],
-) -> Run:
-    """Do what `train` does while the event loop goes on. Cancelling the call ends the run as Ctrl-C does.
-
-    Example::
-
-        run = await tt.train_async("geo3k", steps=2, eval_size=0)
-    """
-    return await run_beside(lambda: _train(env, config, reward_funcs, reward_weights, callbacks, settings))
-
-
-def _train(
-    env: Environment | str | Callable[..., Any],
-    config: RunConfig | str | Path | None,
-    reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str,
-    reward_weights: Sequence[float] | None,
-    callbacks: list[Any] | tuple[Any, ...] | Callback | type[Callback],
-    settings: Mapping[str, Any],
-) -> Run:
-    # Imported late: it loads torch.
-    from trainer.metrics.console import open_console
-    from trainer.run import check_settings, train
-
-    own: dict[str, Any] = {}
-    if reward_funcs or reward_weights is not None:
-        own["reward"] = weighted_rewards(reward_funcs, reward_weights)
-    if callbacks:
-        own["callback"] = callbacks
-    if twice := own.keys() & settings.keys():
-        name = min(twice)
-        rule = "must not be given beside reward_funcs and callbacks, which stand for reward and callback"
-        raise UserError(f"{name}=", rule, settings[name], "leave one out")
-    if env is NOT_GIVEN:
-        environment = {}
-    else:
-        environment = as_environment(env).settings
-    given = {**environment, **settings, **own}
-    run_config = with_whole_paths(config_of(RunConfig, SOURCES, given, config))
-    check_settings(run_config)
-    return Run(Path(train(run_config, open_console()).folder))
+train_async = as_coroutine(train, '"geo3k", steps=2, eval_size=0')

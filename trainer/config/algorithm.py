@@ -35,6 +35,7 @@ class AlgorithmConfig(Section):
         le=1,
         description="with --advantage turn or gigpo: what a reward counts for the turn before, as a share",
     )
+    # Dr. GRPO (arXiv 2503.20783): dividing weighs easy and hard problems up.
     scale_by_std: bool = Field(
         default=True,
         description="with --advantage grpo or gigpo: divide by the group's standard deviation; Dr. GRPO does not",
@@ -44,8 +45,10 @@ class AlgorithmConfig(Section):
         description="clipped ratio of each token (ppo) or of the whole sequence (gspo), or the log-prob without "
         "clipping (likelihood: REINFORCE)",
     )
+    # The asymmetric bounds of DAPO (arXiv 2503.14476): rare tokens may gain more than they lose.
     clip_low: float = Field(default=0.2, ge=0, lt=1, description="lower clip of the ratio: 1 - clip_low")
     clip_high: float = Field(default=0.28, ge=0, description="upper clip of the ratio: 1 + clip_high")
+    # Without it a negative advantage with a large ratio is unbounded (arXiv 1912.09729).
     dual_clip: float = Field(
         json_schema_extra=NO_FLAG,
         default=0.0,
@@ -53,6 +56,7 @@ class AlgorithmConfig(Section):
         description="bound on the loss of a token with negative advantage, as a multiple of the advantage; above 1, "
         "such as 3; 0: no bound",
     )
+    # Denominators are those of the whole update, so gradients do not depend on micro-batches or ranks.
     aggregation: AggregationName = Field(default="token-mean", description="how to combine the token losses of a step")
     loss_constant: int = Field(
         json_schema_extra=NO_FLAG,
@@ -60,18 +64,22 @@ class AlgorithmConfig(Section):
         ge=0,
         description="divisor of each sequence's sum with --aggregation constant; 0: --max-new-tokens",
     )
+    # Above 0 the reference network is loaded too, which takes its memory.
     kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference network in the loss")
+    # Schulman's estimators: joschu.net/blog/kl-approx.html.
     kl_estimator: KLEstimatorName = Field(
         json_schema_extra=NO_FLAG,
         default="k3",
         description="estimator of that KL; k1 and k3 are unbiased in value, k2 in gradient",
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus in the loss")
+    # Engine and trainer compute the same token with other kernels, so their probabilities differ.
     correction: CorrectionName | Annotated[str, CORRECTION] = Field(
         default="tis",
         description="importance weight, the trainer's over the engine's probability: clamped per token (tis), or 0 out "
         "of bounds per token (icepop) or per sequence (mis)",
     )
+    # Truncated importance sampling bounds the variance from above alone.
     correction_cap: float = Field(
         json_schema_extra=NO_FLAG, default=2.0, gt=0, description="largest weight of --correction tis"
     )
@@ -85,6 +93,7 @@ class AlgorithmConfig(Section):
         validate_default=True,
         description="largest ratio that icepop and mis keep",
     )
+    # A limit says nothing of the answer; still, without a loss the policy may learn to run into it.
     mask_truncated: bool = Field(
         json_schema_extra=NO_FLAG,
         default=False,
@@ -95,6 +104,7 @@ class AlgorithmConfig(Section):
     @field_validator("dual_clip")
     @classmethod
     def _is_off_or_above_one(cls, value: float) -> float:
+        # At 1 or below, the bound would cut the loss of tokens that are not off-policy at all.
         if 0 < value <= 1:
             raise ValueError("must be above 1, or 0 for none")
         return value
@@ -102,6 +112,7 @@ class AlgorithmConfig(Section):
     @field_validator("discount")
     @classmethod
     def _is_of_turns(cls, value: float, info: ValidationInfo) -> float:
+        # Advantages of whole episodes read no turn, so the setting would do nothing in silence.
         if value != 1 and info.data.get("advantage") in ("grpo", "rloo", "reinforce++"):
             raise ValueError("needs --advantage turn or gigpo, or nothing reads it")
         return value

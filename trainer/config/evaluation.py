@@ -35,6 +35,7 @@ class EvaluatedProblemsConfig(PromptsConfig):
         ge=1,
         description=f"number of problems; empty: all of --data, or {NUM_HELD_OUT} of the environment's own",
     )
+    # Seed 0 is that of the held-out problems of training, so that figures can be compared.
     problem_seed: int = Field(
         default=0, ge=0, description="seed of the environment's own problems; 0: the held-out problems of training"
     )
@@ -71,11 +72,13 @@ class MeasurementConfig(Section):
     )
     tools: Tools = "both"
     seed: int = Field(default=0, ge=0, description="seed of sampling, and of the bootstrap")
+    # pass@k has an unbiased estimate only for k up to the number of samples.
     ks: tuple[int, ...] = Field(
         default=(), description="k of pass@k, at most --samples; empty: 1, 2, 4, 8 and so on, and --samples"
     )
     tag: tuple[str, ...] = Field(default=("family", "level"), description="metadata key by which to group the accuracy")
     confidence: float = Field(default=0.95, gt=0, lt=1, description="confidence level of the intervals")
+    # Shares have intervals in closed form; means and differences need resamples.
     bootstrap: int = Field(default=10_000, ge=100, description="resamples of an interval that needs the bootstrap")
     max_batch: int = Field(default=64, ge=1, description="episodes that the embedded engine runs at once")
     max_concurrent: int = Field(
@@ -89,6 +92,7 @@ class MeasurementConfig(Section):
     @classmethod
     def _makes_samples_differ(cls, value: float, info: ValidationInfo) -> float:
         samples = info.data.get("samples", 1)
+        # Greedy samples are copies, so their interval would be too narrow by far.
         if samples > 1 and value == 0:
             raise ValueError(f"must be above 0 with --samples {samples}, which would all be the same")
         return value
@@ -108,6 +112,7 @@ class MeasurementConfig(Section):
         >>> MeasurementConfig(samples=6, eval_temperature=1).all_ks
         (1, 2, 4, 6)
         """
+        # Doubling shows the curve; the last is pass@n of all samples.
         return self.ks or tuple(sorted({self.samples, *(2**n for n in range(self.samples.bit_length()))}))
 
 

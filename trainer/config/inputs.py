@@ -20,6 +20,7 @@ from envs.success import SUCCESS_DESCRIPTION, SuccessSetting
 from envs.tool_calls.thinking import ThinkingSetting
 
 #: How many of an environment's own problems are used if no number is given.
+# More than a default run plays, so that no problem comes twice in it.
 NUM_TRAIN = 1024
 NUM_HELD_OUT = 256
 
@@ -101,11 +102,13 @@ class EnvConfig(Section):
         return self._with_settings(spec)
 
     def _with_settings(self, spec: EnvSpec) -> EnvSpec:
+        # Only what was given replaces the entry: None and () are "as the entry says".
         shared = EnvSpec.model_fields.keys() & EnvConfig.model_fields.keys()
         given = {name: value for name in shared if (value := getattr(self, name)) not in (None, ())}
         try:
             return EnvSpec.model_validate({**spec.model_dump(exclude_unset=True), "origin": spec.origin, **given})
         except ValidationError as error:
+            # The first is the one that the user can act on; others often follow from it.
             rule = error.errors()[0]["msg"]
             raise UserError(f"environment '{spec.id}'", rule, given, "change the flag or the entry") from error
 
@@ -114,6 +117,7 @@ class PromptsConfig(RowsConfig):
     """Content and maximum length of prompts."""
 
     system_prompt: str = Field(default="", description="system prompt; empty: the environment's")
+    # Cutting a prompt could cut the question, or an image, and train on what is left.
     max_prompt_tokens: int = Field(
         default=1024, ge=1, description="longest prompt; longer ones are left out and counted, never cut"
     )
@@ -131,6 +135,7 @@ class DataConfig(PromptsConfig):
         description="number of training problems to use, the first ones of --data; empty: all of them, or "
         f"{NUM_TRAIN} of the environment's own",
     )
+    # Held out means never trained on: the environment draws them from another split.
     eval_size: int | None = Field(
         default=None,
         ge=0,
@@ -149,6 +154,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="number format of computation; the learner keeps its weights in float32"
     )
+    # The engine reserves for it, so it is a setting and not the model's largest position.
     context_length: int = Field(default=4096, ge=2, description="longest stream in tokens, prompt included")
     template_options: str = Field(
         default="", description='variables of the chat template, a JSON object such as {"enable_thinking": false}'
@@ -156,6 +162,7 @@ class ModelConfig(Section):
 
     def check_room(self, max_prompt_tokens: int) -> None:
         """Raise `UserError` if the longest prompt would leave no room for an answer."""
+        # The engine would end each such episode before its first token.
         if max_prompt_tokens >= self.context_length:
             fix = f"give less than the --context-length of {self.context_length}"
             raise UserError("--max-prompt-tokens", "must leave room to answer", max_prompt_tokens, fix)
@@ -175,9 +182,11 @@ def check_device(name: str) -> None:
 
     try:
         device = torch.device(name)
+        # The first GPU of the process is the one that libraries take by default.
         if device.index:
             fix = f"set CUDA_VISIBLE_DEVICES={device.index} and give cuda"
             raise UserError("--device", "must be the first GPU that the process sees", name, fix)
+        # A device may be named well and still fail: no driver, or no memory left.
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split("\n")[0]

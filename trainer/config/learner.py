@@ -62,6 +62,7 @@ class ClusterConfig(LayoutConfig):
     ray_address: str = Field(
         default="", description="Ray cluster: auto, or HOST:PORT of its head; empty: start one on this host"
     )
+    # A rank that died leaves the others in a collective, which nothing else ends.
     learner_timeout_s: float = Field(
         json_schema_extra=NO_FLAG,
         default=600.0,
@@ -86,6 +87,7 @@ class ClusterConfig(LayoutConfig):
     @property
     def num_ranks(self) -> int:
         """The number of learner processes; 0: training runs in the process of the command."""
+        # One of the two is 0: `_is_one_kind`.
         return self.num_gpus or self.num_learners
 
     def check(self, device: str) -> None:
@@ -93,14 +95,17 @@ class ClusterConfig(LayoutConfig):
         if not self.num_ranks:
             check_device(device)
             return
+        # Late: the configuration is read before anything takes seconds to load.
         import torch
 
         self.check_ray()
+        # Ranks on CPUs meet over gloo, and have no GPU to compute on.
         if self.num_learners and device.split(":")[0] != "cpu":
             raise UserError("--device", "must be cpu with --num-learners", device, "give --num-gpus instead")
         unset = ModelConfig.model_fields["device"].default  # which config.yaml holds as well
         if self.num_gpus and device != unset and device.split(":")[0] != "cuda":
             raise UserError("--device", "must be cuda with --num-gpus", device, "leave it out, or give --num-learners")
+        # GPUs of other hosts are counted by the cluster, when it is reserved.
         here = torch.cuda.device_count()
         if self.num_gpus > here and not self.ray_address:
             fix = "give --num-learners for CPUs"
@@ -127,6 +132,7 @@ class AdamWConfig(Section):
     )
     warmup_steps: int = Field(default=2, ge=0, description="steps of linear warm-up")
     beta1: float = Field(json_schema_extra=NO_FLAG, default=0.9, ge=0, lt=1, description="AdamW's first moment decay")
+    # A shorter memory than AdamW's own default: the gradients of a changing policy age fast.
     beta2: float = Field(json_schema_extra=NO_FLAG, default=0.95, ge=0, lt=1, description="AdamW's second moment decay")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay")
     max_grad_norm: float = Field(
@@ -137,6 +143,7 @@ class AdamWConfig(Section):
 class OptimConfig(AdamWConfig):
     """Optimizer and updates per step."""
 
+    # More than one makes the later ones off-policy, which the clipped ratio is for.
     minibatches: int = Field(
         default=1, ge=1, description="optimizer updates per pass over a step's groups, each on an equal part of them"
     )
@@ -150,11 +157,13 @@ IMAGE_SHARE = 0.25
 class LearnerConfig(Section):
     """Memory use of the learner, and the weights to train. The memory settings do not change the gradient."""
 
+    # A stream is never cut: cut attention would change its log-probs.
     max_tokens_per_microbatch: int = Field(
         default=4096,
         ge=1,
         description="tokens packed into one forward and backward pass; a longer stream is a micro-batch of its own",
     )
+    # A share and not a switch: memory is often short by a few blocks only.
     recompute: float = Field(
         default=0.0, ge=0, le=1, description="share of the blocks whose activations are recomputed in the backward pass"
     )
@@ -163,6 +172,7 @@ class LearnerConfig(Section):
         description="when to free gathered weights. always: after each forward and backward pass; never: only after an "
         "update, with one gradient reduction for it (fastest, most memory); auto: always with several ranks",
     )
+    # AdamW's two moments are two thirds of what stays between steps.
     offload: Offload = Field(
         default="none",
         description="what to keep in CPU memory. optimizer: its state, between steps; all: weights and optimizer, "
@@ -177,6 +187,7 @@ class LearnerConfig(Section):
     lora_rank: int = Field(
         default=0, ge=0, description="train only low-rank adapters of this rank; 0: train all weights"
     )
+    # The scale is alpha / rank, so a change of rank alone keeps the step size.
     lora_alpha: float = Field(default=32.0, gt=0, description="scale of the adapters, divided by their rank")
     lora_targets: tuple[str, ...] = Field(
         default=(), description="ending of the names of the linear layers to adapt; empty: all of the decoder"

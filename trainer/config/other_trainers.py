@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ class Trainer:
     backend: str = ""
     are_flags: bool = False
 
+    def row(self, name: str) -> Row:
+        """Return the row of a setting: its own, or that of the first pattern that fits."""
+        patterns = (pattern for pattern in self.settings if "*" in pattern and fnmatchcase(name, pattern))
+        # A pattern stands for settings of a section that all have the same answer.
+        return self.settings.get(name) or self.settings.get(next(patterns, "")) or {"lost": "no setting here does this"}
+
     def spelt(self, name: str) -> str:
         """Return a setting's name as its users write it."""
         if self.are_flags:
@@ -41,12 +48,14 @@ class Trainer:
     def names(self) -> dict[str, str]:
         """Return the name of ours for each setting that has one."""
         rows = self.settings.items()
+        # Rows that set several of ours name the one to answer an unknown flag with.
         own = {name: row if isinstance(row, str) else row.get("to", "") for name, row in rows}
         return {name: to for name, to in own.items() if to}
 
 
 @cache
 def _table() -> Mapping[str, Any]:
+    # Read late: only an unknown flag or a translation needs it.
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 

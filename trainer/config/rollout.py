@@ -18,12 +18,14 @@ from envs.errors import UserError
 API_KEY_VARIABLE = "TRUETURN_ENGINE_API_KEY"
 SAMPLER = Plugin("a sampler", "trueturn.samplers", ("samples", "seed", "epoch"))
 #: The values of `--engine` with which servers may be started.
+# An engine of the user's own, or the embedded one, has no servers to place.
 STARTED = ("auto", "sglang")
 GROUP_FILTER = Plugin("a group filter", "trueturn.group_filters", ("group",))
 
 
 Placement = Literal["auto", "colocate", "split"]
 #: Shares of a GPU's memory for the started servers on it: of their own GPUs, and of those that a learner is on.
+# The rest holds CUDA's context, NCCL's buffers, and what a server allocates beside weights and cache.
 OWN_GPU = 0.8
 SHARED_GPU = 0.4
 
@@ -65,9 +67,11 @@ class ServersConfig(Section):
         description="arguments of sglang.launch_server in place of those chosen for the GPU and the run: "
         '--engine-args="--attention-backend triton"',
     )
+    # Longer than any turn; a server that hangs is given up after it.
     request_timeout_s: float = Field(
         json_schema_extra=NO_FLAG, default=600.0, gt=0, description="longest wait in seconds for one turn of a server"
     )
+    # A prefill stops all decoding of its server, so a few turns are read together.
     turn_wait_s: float = Field(
         json_schema_extra=NO_FLAG,
         default=0.2,
@@ -75,6 +79,7 @@ class ServersConfig(Section):
         description="started servers: longest wait in seconds of a turn for others while its server writes for many, "
         "which all stand still whenever it begins to read; 0: none",
     )
+    # A batch that waits for every episode repeats with the seed, but a busy environment could hold it for ever.
     batch_wait_s: float = Field(
         json_schema_extra=NO_FLAG,
         default=10.0,
@@ -85,12 +90,14 @@ class ServersConfig(Section):
 
     def choice(self, device: str, num_gpus: int = 0) -> tuple[str, str]:
         """Return the engine to use, "hf", "sglang" or a user's, and why; `num_gpus` is the number of learner GPUs."""
+        # Whoever names an engine gets it, or an error, and never another one.
         if self.engine != "auto":
             return self.engine, "--engine"
         if self.engine_url:
             return "sglang", "--engine-url"
         if num_gpus:
             return "sglang", "--num-gpus"
+        # SGLang needs a GPU; find_spec loads nothing.
         if not device.startswith("cuda"):
             return "hf", f"the device is {device}"
         if importlib.util.find_spec("sglang") is None:
@@ -129,6 +136,7 @@ class EngineConfig(ServersConfig):
         "they free while it trains; auto: split where there are enough GPUs, else they share them, each with its part "
         "of the memory",
     )
+    # bfloat16 alone makes small gaps; a weight that did not arrive makes large ones.
     probe_tolerance: float = Field(
         json_schema_extra=NO_FLAG,
         default=0.2,
@@ -144,6 +152,7 @@ class EngineConfig(ServersConfig):
             raise ValueError("is for servers that the run starts: give --engine sglang, without --engine-url")
         if value == "colocate" and info.data.get("first_gpu"):
             raise ValueError("cannot be given together with --first-gpu: servers are on the learner's GPUs")
+        # NCCL refuses two processes of one group on the same GPU.
         if value == "colocate" and info.data.get("sync") == "nccl":
             raise ValueError("cannot be given together with --sync nccl, which needs servers on GPUs of their own")
         return value
@@ -157,7 +166,9 @@ class RolloutConfig(Section):
     """Sampling of episodes."""
 
     problems_per_step: int = Field(default=8, ge=1, description="problems per training step")
+    # An advantage compares the episodes of a group, so one alone teaches nothing.
     group_size: int = Field(default=8, ge=2, description="episodes per problem (G of GRPO)")
+    # Broken episodes count as data, not as rewards of 0: a group may be left with too few.
     resample: int = Field(
         json_schema_extra=NO_FLAG,
         default=1,
@@ -168,6 +179,7 @@ class RolloutConfig(Section):
     eval_temperature: float = Field(
         default=0.0, ge=0, description="temperature of evaluation; 0: always the most likely token"
     )
+    # Bounds the key-value cache, which holds a row for each episode of the batch.
     max_batch: int = Field(
         json_schema_extra=NO_FLAG, default=64, ge=1, description="episodes that the embedded engine runs at once"
     )
@@ -212,6 +224,7 @@ class RolloutConfig(Section):
         validate_default=True,
         description="upper limit, as a multiple of the step's problems, when searching for groups whose rewards differ",
     )
+    # Short episodes end first, so what is left out is not a random part.
     stop_early: bool = Field(
         json_schema_extra=NO_FLAG,
         default=False,
@@ -235,12 +248,14 @@ class RolloutConfig(Section):
         description="most versions that the weights of a token may be old when a step trains on it; above 0, episodes "
         "go on while the learner trains; 0: every step plays its own episodes first",
     )
+    # Trades an exact log-prob of one version for the time of reading every stream again.
     keep_kv_cache: bool = Field(
         default=False,
         description="episodes that new weights come to go on from what the older weights have read, in place of "
         "reading their streams again: faster, but a token's log-prob is then of more than one version; with "
         "--max-staleness above 0",
     )
+    # A few streams may be cut by a dying server; more of them are a fault that training would hide.
     max_invalid_frac: float = Field(
         json_schema_extra=NO_FLAG,
         default=0.01,
@@ -263,8 +278,10 @@ class RolloutConfig(Section):
         >>> RolloutConfig(problems_per_step=8, group_size=8, oversample=1.5).max_sessions()
         96
         """
+        # Ahead of the learner are the groups of `max_staleness` steps, besides those of the step that plays.
         num_groups = self.max_staleness * self.problems_per_step + math.ceil(self.problems_per_step * self.oversample)
         trained, evaluated = (min(self.max_concurrent, n) for n in (num_groups * self.group_size, num_evaluated))
+        # An evaluation runs beside episodes that go on; without staleness none do.
         if self.max_staleness:
             return trained + evaluated
         return max(trained, evaluated)

@@ -23,6 +23,7 @@ TRACKER = Plugin("a tracker", "trueturn.trackers", ("run",))
 CALLBACK = Plugin("a callback", "trueturn.callbacks", ())
 
 
+# Both stages apart make a step repeatable: play once, train many times on the same episodes.
 class StagesConfig(Section):
     """Stages of a step to run: rollout, update, or both."""
 
@@ -40,6 +41,7 @@ class StagesConfig(Section):
     @field_validator("replay_rollouts")
     @classmethod
     def _leaves_a_stage(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        # Each switches off one of the two stages.
         if value and info.data.get("rollout_only"):
             raise ValueError("cannot be given together with --rollout-only: nothing would be left to do")
         return value
@@ -72,6 +74,7 @@ class EvaluationConfig(Section):
     @field_validator("best_by", "stop_at_accuracy", "patience")
     @classmethod
     def _is_measured(cls, value: float | str | None, info: ValidationInfo) -> float | str | None:
+        # The figures that these settings read are measured by evaluations alone.
         if value and not info.data.get("eval_every"):
             raise ValueError("needs --eval-every: without it nothing is measured while the run trains")
         return value
@@ -94,6 +97,7 @@ class RunDirConfig(Section):
 
     out: Path = Field(default=Path("runs"), description="folder of the run folders")
     name: str = Field(default="", description="name of the run folder; empty: environment, time and seed")
+    # metrics.jsonl is always written: it is what resumes, comparisons and the viewer read.
     tracker: tuple[TrackerName | Annotated[str, TRACKER], ...] = Field(
         default=("tensorboard",),
         description="where to send the metrics of each step besides metrics.jsonl; empty: nowhere",
@@ -114,6 +118,7 @@ class RunDirConfig(Section):
 class LogConfig(RunDirConfig):
     """Run folder, trackers and recording."""
 
+    # Whole groups, because a part of one shows no advantage.
     record: float = Field(
         default=1.0,
         ge=0,
@@ -136,6 +141,7 @@ class RunConfig(Section):
 
     steps: int = Field(default=50, ge=0, description="training steps")
     seed: int = Field(default=0, ge=0, description="seed of problems, sampling and order")
+    # The quick checks take a second or two; a wrong template costs a night.
     doctor: Literal["stop", "warn", "off"] = Field(
         default="stop",
         description="quick checks before step 0: stop the run at a fault, only warn, or off; python -m trainer.doctor "
@@ -182,6 +188,7 @@ class RunConfig(Section):
 
     def check(self) -> None:
         """Raise `UserError` where sections do not fit together, or to this host."""
+        # A group is never split: its advantages need all of its episodes.
         num_groups = self.rollout.problems_per_step
         if self.trains and self.optim.minibatches > num_groups:
             rule = f"must be at most the {num_groups} groups of a step, one for each of its problems"
@@ -189,18 +196,18 @@ class RunConfig(Section):
             raise UserError("--minibatches", rule, self.optim.minibatches, fix)
         if self.plays and self.rollout.keep_kv_cache:
             self._check_kv_cache()
-        self.cluster.check(self.model.device)
         if self.plays:
             self.model.check_room(self.data.max_prompt_tokens)
-            chosen = self.engine_choice[0]
-            self.engine.check(chosen)
-            if chosen != "sglang" and self.cluster.num_gpus:
+            # The embedded engine then runs on a GPU of this process, beside the ranks.
+            if self.engine_choice[0] != "sglang" and self.cluster.num_gpus:
                 check_device("cuda")
 
     def _check_kv_cache(self) -> None:
         chosen = self.engine_choice[0]
+        # An engine of the user's own has no way to say that it keeps a cache.
         if chosen not in ("hf", "sglang"):
             raise UserError("--keep-kv-cache", "is for --engine sglang or hf", chosen, "leave one of the two out")
+        # Servers that free their memory lose the cache with it.
         if self.engine.placement == "colocate":
             rule = "needs servers that keep their memory while the learner trains"
             fix = "leave it out, or give --placement split"

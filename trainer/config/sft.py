@@ -24,6 +24,7 @@ class ConversationsConfig(RowsConfig):
 
     messages_key: str = Field(default="messages", description="column of a conversation's messages")
     tools_key: str = Field(default="tools", description="column of the schemas of a conversation's tools")
+    # In the words that the environment's grader reads.
     answer_format: str = Field(
         default=ANSWER_FORMAT,
         description=f"the assistant's message for a problem without a conversation; {ANSWER} stands for the answer",
@@ -32,6 +33,7 @@ class ConversationsConfig(RowsConfig):
         default="", description="held-out conversations, as --data; empty: the environment's own, when --data is empty"
     )
     system_prompt: str = Field(default="", description="system prompt; empty: the row's own, else the environment's")
+    # Strict by default: a silent tenth of the rows missing is a fault of the file.
     max_bad_frac: float = Field(
         default=0.0,
         ge=0,
@@ -54,6 +56,7 @@ class ConversationsConfig(RowsConfig):
     @field_validator("answer_format")
     @classmethod
     def _has_a_place(cls, value: str) -> str:
+        # Otherwise every problem would be taught the same text.
         if ANSWER not in value:
             raise ValueError(f"must hold the word {ANSWER}, in whose place the answer is put")
         return value
@@ -75,6 +78,7 @@ class ConversationsConfig(RowsConfig):
 class SftOptimConfig(AdamWConfig):
     """Optimizer, with one update per step."""
 
+    # Larger than in reinforcement: the target is the same in every epoch.
     lr: float = Field(default=1e-4, gt=0, description="learning rate")
     schedule: Literal["constant", "cosine"] = Field(
         default="cosine", description="learning rate over all steps, multiplied by the warm-up"
@@ -86,6 +90,7 @@ class SftConfig(Section):
     """Supervised fine-tuning."""
 
     epochs: int = Field(default=1, ge=1, description="passes over the conversations")
+    # Given steps win over epochs, so a short trial needs no smaller file.
     steps: int = Field(default=0, ge=0, description="training steps; 0: those of --epochs")
     batch_size: int = Field(default=32, ge=1, description="conversations per step; a step is one update")
     eval_every: int = Field(
@@ -117,6 +122,7 @@ class SftConfig(Section):
         >>> SftConfig(epochs=3, batch_size=32).num_steps(100)   # the last batch has 12
         10
         """
+        # Rounded up: the last batch may be a smaller one.
         return self.steps or -(-self.epochs * num_conversations // self.batch_size)
 
     def plan(self, num_steps: int) -> RunConfig:

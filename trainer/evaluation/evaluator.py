@@ -18,14 +18,12 @@ from transformers.utils.hub import cached_file
 
 from agents.engines.base import Engine
 from agents.engines.weight_servers import servers_of
-from agents.model.architectures import ModelFacts
 from agents.recording import Recorder
 from agents.recording.manifest import build_manifest
 from agents.recording.schema import EVALUATE
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode
 from agents.rollout.groups import derive_seed
-from agents.rollout.rewards import RewardSum
 from agents.types import Trajectory
 from envs.checking.error_location import located_line
 from envs.datasets.samples import Subset, filter_overlong
@@ -43,11 +41,11 @@ from trainer.evaluation.results import Evaluation, EvaluationDifference, Problem
 from trainer.evaluation.statistics import Intervals
 from trainer.metrics.console import Display
 from trainer.setup.components import build_episode
-from trainer.setup.engines import build_engine
-from trainer.setup.model_source import check_reach, resolve_model, template_options
+from trainer.setup.engines import EngineRoom, build_engine, check_engine
+from trainer.setup.model_source import open_model
 from trainer.setup.problems import check_command, load_rows, own_problems, probe_tools, prompt_length
 from trainer.setup.scripted_episode import try_functions
-from trainer.setup.servers import check_servers, place_servers
+from trainer.setup.servers import place_servers
 
 logger = logging.getLogger(__name__)
 
@@ -113,17 +111,12 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     spec = config.env.resolve()
     build_env = load_env(spec)
     data = config.data
-    for entry in spec.entries:
-        RewardSum.load(entry.reward)
-    model_path = resolve_model(config.model.model)
-    facts = ModelFacts.load(model_path)
-    check_reach(config.model, facts)
+    model = open_model(config.model)
+    renderer = model.renderer
     config.model.check_room(data.max_prompt_tokens)
     check_device(config.model.device)
     chosen, _ = config.engine.choice(config.model.device)
-    config.engine.check(chosen)
-    check_servers(config.engine, facts)
-    renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
+    check_engine(config.engine, chosen, model.facts)
     if data.data:
         samples = load_rows(spec, data, data.data, data.split or "train", data.size)
     else:
@@ -145,25 +138,14 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     first_gpu = place_servers(config.engine)
     own = config.measurement
     folder = make_folder(own.out, own.name, f"{spec.id}-evaluation", can_resume=False)
-    max_sessions = min(own.max_concurrent, own.samples * len(samples))
+    room = EngineRoom(first_gpu, own.max_batch, min(own.max_concurrent, own.samples * len(samples)))
     try:
-        engine = build_engine(
-            config.engine,
-            config.model,
-            chosen,
-            model_path,
-            renderer,
-            first_gpu,
-            own.max_batch,
-            max_sessions,
-            folder,
-            Engine,
-        )
+        engine = build_engine(config.engine, config.model, chosen, model, folder, Engine, room)
     except BaseException:  # an evaluation that cannot run leaves no folder
         folder.rmdir()
         raise
     return EvaluationContext(
-        config, folder, spec, build_env, played, samples, num_overlong, model_path, renderer, engine
+        config, folder, spec, build_env, played, samples, num_overlong, model.path, renderer, engine
     )
 
 

@@ -10,15 +10,16 @@ from typing import Literal
 
 from agents.model.policy import PolicyModel
 from envs.errors import UserError
+from trainer.config.learner import Reshard
 from trainer.config.rollout import OWN_GPU
 from trainer.learner.compile_choice import LARGE
 from trainer.planning.memory import GIB, MemoryEstimate, Plan, estimate
-from trainer.planning.speed import COMPUTE_BYTES, Forecast, LearnerLayout, PlannedLayout, Speed, Transport
+from trainer.planning.speed import COMPUTE_BYTES, Forecast, PlannedLayout, Speed
 
 #: Share of a GPU's memory that neither a server nor the learner beside it may take.
 MARGIN = 0.1
-#: Ways of the learner to run, the fastest first: recompute, reshard, offload.
-WAYS = ((0.0, False, False), (0.0, True, False), (0.5, True, False), (1.0, True, False), (1.0, True, True))
+#: Ways of the learner to run, the fastest first: what it recomputes, and whether it reshards.
+WAYS: tuple[tuple[float, Reshard], ...] = ((0.0, "never"), (0.0, "always"), (0.5, "always"), (1.0, "always"))
 #: Tokens of a micro-batch to try.
 MICRO_BATCHES = (16384, 8192, 4096)
 #: Larger than any cluster that is planned.
@@ -51,175 +52,101 @@ class Search:
         """Return the layout of at most so many GPUs with the most samples a second; of equally fast ones the smallest.
 
         Raises:
-            UserError: none fits, or a run refuses what the schedule asks for.
+            UserError: none fits.
         """
-        if self.speed.schedule.placement == "colocate" and self.speed.schedule.sync == "nccl":
-            rule = "needs servers on GPUs of their own"
-            fix = "give --sync auto, or --placement split"
-            raise UserError("--sync nccl", rule, "--placement colocate", fix)
-        found: Planned | None = None
-        refused = "give more GPUs"
-        for layout in self._candidates(num_gpus):
-            if isinstance(layout, str):
-                refused = layout  # the last one has the most learners
-                continue
-            made = Planned(layout, self.speed.forecast(layout))
-            if found is None or _order(made) > _order(found):
-                found = made
-        if found is None:
-            raise UserError("--num-gpus", "must hold learners and servers", num_gpus, refused)
-        return found
+        planned = [Planned(layout, self.speed.forecast(layout)) for layout in self._layouts(num_gpus)]
+        if not planned:
+            raise UserError("--num-gpus", "must hold learners and servers", num_gpus, self._what_fits(num_gpus))
+        # Of equal speed the smaller one: GPUs that add nothing are left for others.
+        return max(planned, key=lambda each: (each.forecast.samples_per_s, -each.layout.num_gpus))
+
+    def _layouts(self, num_gpus: int) -> Iterator[PlannedLayout]:
+        """Yield the layouts of at most so many GPUs that fit."""
+        wanted = self.speed.schedule
+        size = self._server_size()
+        for ranks in ladder(num_gpus):
+            # Over several hosts servers on learners' GPUs get weights from disk, which takes longer than a step.
+            fits_host = size <= ranks <= self.speed.hardware.gpus_per_host
+            if wanted.placement != "split" and not wanted.keep_kv_cache and fits_host:
+                yield from filter(None, [self.layout("colocate", ranks, ranks // size, size)])
+            if wanted.placement != "colocate":
+                made = (self.layout("split", ranks, count, size) for count in ladder((num_gpus - ranks) // size))
+                yield from filter(None, made)
 
     def layout(
-        self,
-        placement: Literal["colocate", "split"],
-        num_ranks: int,
-        num_servers: int,
-        tensor_parallel: int,
-        transport: Transport,
-    ) -> PlannedLayout | str:
-        """Return the layout, or what does not fit, by how much, and the nearest that does."""
-        gpu_gib = self.speed.hardware.memory_gib
-        chosen = self.learner(num_ranks, transport != "nccl")
+        self, placement: Literal["colocate", "split"], ranks: int, count: int, size: int
+    ) -> PlannedLayout | None:
+        """Return the layout of so many learners, and of so many servers of `size` GPUs; None if it does not fit."""
+        room = self.speed.hardware.memory_gib * GIB
+        chosen = self.learner(ranks)
         if chosen is None:
-            return self._learner_too_large(num_ranks, transport != "nccl")
-        learner, found = chosen
+            return None
+        learner, memory = chosen
+        is_one_host = placement == "colocate" or ranks + count * size <= self.speed.hardware.gpus_per_host
+        # Between hosts NCCL streams the weights. On one, rank 0 holds all of them once, between the steps.
+        copy = COMPUTE_BYTES * self.speed.shape.parameters
+        if ranks > 1 and is_one_host and memory.between_steps + copy > room:
+            return None
+        # Servers of their own share the GPU with nobody.
         fraction = OWN_GPU
         if placement == "colocate":
-            fraction = max(0.0, min(OWN_GPU, 1 - found.between_steps / GIB / gpu_gib - MARGIN))
-        tokens = self.cache_tokens(tensor_parallel, fraction * gpu_gib)
+            fraction = max(0.0, min(OWN_GPU, 1 - memory.between_steps / room - MARGIN))
+        tokens = self.cache_tokens(size, fraction)
         if tokens < self.speed.workload.longest:
-            return self._server_too_large(tensor_parallel, fraction * gpu_gib)
-        return PlannedLayout(
-            placement=placement,
-            learner=learner,
-            num_servers=num_servers,
-            tensor_parallel=tensor_parallel,
-            transport=transport,
-            cache_tokens=tokens,
-            mem_fraction=fraction,
-            learner_gib=found.total / GIB,
-        )
+            return None
+        return PlannedLayout(placement, learner, count, size, tokens, fraction, memory.total / GIB)
 
     @functools.cache  # noqa: B019 - lives as long as its command
-    def learner(self, num_ranks: int, whole_copy: bool) -> tuple[LearnerLayout, MemoryEstimate] | None:
-        """Return the fastest way in which so many ranks fit, and its estimate; None if there is none.
-
-        `whole_copy`: the first rank also holds all weights once in bfloat16, which a push needs that does not stream.
-        """
+    def learner(self, num_ranks: int) -> tuple[Plan, MemoryEstimate] | None:
+        """Return the fastest way in which so many ranks fit, and its estimate; None if there is none."""
         longest = self.speed.workload.longest
-        if whole_copy and num_ranks > 1:
-            copy = COMPUTE_BYTES * self.speed.shape.parameters
-        else:
-            copy = 0
         micro_batches = [tokens for tokens in MICRO_BATCHES if tokens >= longest] or [longest]
-        for (recompute, reshards, offloads), tokens in itertools.product(WAYS, micro_batches):
-            learner = LearnerLayout(num_ranks, tokens, recompute, reshards and num_ranks > 1, offloads)
-            found = self.estimate(learner)
-            # A push comes between steps: gathered weights, activations and logits are free again.
-            if max(found.total, found.between_steps + copy) <= self.speed.hardware.memory_gib * GIB:
-                return learner, found
+        for (recompute, reshard), tokens in itertools.product(WAYS, micro_batches):
+            # One rank has nobody to gather from.
+            if num_ranks == 1 and reshard == "always":
+                reshard = "never"
+            plan = self._plan(num_ranks, tokens, recompute, reshard)
+            memory = estimate(self.network, plan)
+            # The order of WAYS and MICRO_BATCHES makes the first that fits the fastest.
+            if memory.total <= self.speed.hardware.memory_gib * GIB:
+                return plan, memory
         return None
 
-    @functools.cache  # noqa: B019
-    def estimate(self, learner: LearnerLayout) -> MemoryEstimate:
-        """Return what one rank takes; `trainer.memory` prints the same."""
+    def _plan(self, num_ranks: int, tokens: int, recompute: float, reshard: Reshard) -> Plan:
         work = self.speed.workload
-        image_tokens = round(learner.tokens * work.image_tokens / work.stream)
-        plan = Plan(
-            num_gpus=learner.num_ranks,
-            tokens=learner.tokens,
-            patches=image_tokens * self.speed.shape.patches_per_token,
-            recompute=learner.recompute,
-            reshard="always" if learner.reshards else "never",
-            offload="optimizer" if learner.offloads else "none",
+        return Plan(
+            num_gpus=num_ranks,
+            tokens=tokens,
+            patches=round(tokens * work.image_tokens / work.stream) * self.network.merge_size**2,
+            recompute=recompute,
+            reshard=reshard,
             is_compiled=self.speed.shape.parameters >= LARGE,
         )
-        return estimate(self.network, plan)
 
-    def cache_tokens(self, tensor_parallel: int, gib: float) -> float:
-        """Return the tokens that fit into a server's cache if it may take so many GiB of each of its GPUs."""
+    def cache_tokens(self, size: int, fraction: float) -> float:
+        """Return the tokens in the cache of a server that may take this share of each of its GPUs."""
         shape = self.speed.shape
-        free = gib * GIB - COMPUTE_BYTES * shape.parameters / tensor_parallel
-        return max(0.0, free * min(tensor_parallel, shape.kv_heads) / (COMPUTE_BYTES * shape.cache_values))
+        # Servers hold the weights in bfloat16, cut over their GPUs.
+        free = fraction * self.speed.hardware.memory_gib * GIB - COMPUTE_BYTES * shape.parameters / size
+        return max(0.0, free * min(size, shape.kv_heads) / (COMPUTE_BYTES * shape.cache_values))
 
-    def _candidates(self, num_gpus: int) -> Iterator[PlannedLayout | str]:
-        """Yield the layouts of at most so many GPUs, or why one does not fit."""
-        wanted = self.speed.schedule
-        if wanted.tensor_parallel:
-            sizes = [wanted.tensor_parallel]
-        else:
-            sizes = self._server_sizes()
-        for ranks, size in itertools.product(ladder(num_gpus), sizes):
-            if size > self.speed.hardware.gpus_per_host:
-                continue
-            if wanted.allows_colocate and ranks >= size:
-                count = wanted.num_servers or ranks // size
-                if count * size <= ranks:
-                    yield self._first("colocate", ranks, count, size)
-            left = (num_gpus - ranks) // size
-            if wanted.placement != "colocate" and left:
-                for count in [wanted.num_servers] if wanted.num_servers else ladder(left):
-                    if count <= left:
-                        yield self._first("split", ranks, count, size)
+    def _server_size(self) -> int:
+        """Return the GPUs of a server: the fewest that fit. What more of them exchange was not measured."""
+        sizes = [size for size in (1, 2, 4) if self.cache_tokens(size, OWN_GPU) >= self.speed.workload.longest]
+        return next(iter(sizes), 8)
 
-    def _first(self, placement: Literal["colocate", "split"], ranks: int, count: int, size: int) -> PlannedLayout | str:
-        """Return the layout with the first transport whose copies of the weights fit, in the order of a run."""
-        if placement == "colocate":
-            used = ranks
-        else:
-            used = ranks + count * size
-        is_one_host = used <= self.speed.hardware.gpus_per_host
-        transports: list[Transport] = ["ipc", "nccl"] if is_one_host else ["nccl"]
-        if placement == "colocate":  # NCCL has no two processes on one GPU
-            if is_one_host:
-                transports = ["ipc"]
-            else:
-                transports = ["disk"]
-        if self.speed.schedule.sync != "auto":
-            transports = [self.speed.schedule.sync]
-        made = [self.layout(placement, ranks, count, size, transport) for transport in transports]
-        return next((layout for layout in made if isinstance(layout, PlannedLayout)), made[-1])
-
-    def _server_sizes(self) -> list[int]:
-        """Return the GPUs of a server to try: the fewest that fit. What more of them exchange was not measured."""
-        room = OWN_GPU * self.speed.hardware.memory_gib
-        fitting = [size for size in (1, 2, 4, 8) if self.cache_tokens(size, room) >= self.speed.workload.longest]
-        return fitting[:1] or [8]
-
-    def _learner_too_large(self, num_ranks: int, whole_copy: bool) -> str:
-        gpu_gib = self.speed.hardware.memory_gib
-        if whole_copy and self.learner(num_ranks, whole_copy=False):
-            return (
-                f"rank 0 of {num_ranks} learners has no room in {gpu_gib:g} GiB to push weights whole; give --sync nccl"
-            )
+    def _what_fits(self, num_gpus: int) -> str:
+        """Return why nothing fits: what a learner needs at least, and how many do."""
+        if self.learner(num_gpus):
+            return "give more GPUs, or shorter episodes"
+        # The least that any way needs: all recomputed, smallest micro-batch.
         tokens = max(self.speed.workload.longest, MICRO_BATCHES[-1])
-        saving = [LearnerLayout(num_ranks, tokens, 1.0, num_ranks > 1, offloads) for offloads in (False, True)]
-        least_gib = min(self.estimate(learner).total for learner in saving) / GIB
-        more = (number for number in ladder(MOST_GPUS) if number > num_ranks and self.learner(number, whole_copy=False))
-        nearest = next(more, None)
-        if nearest:
-            fix = f"{nearest} learners do"
-        else:
-            fix = "no number does: give shorter episodes"
-        return f"a learner of {num_ranks} needs {least_gib:.0f} of {gpu_gib:g} GiB; {fix}"
-
-    def _server_too_large(self, tensor_parallel: int, room_gib: float) -> str:
-        shape = self.speed.shape
-        longest = self.speed.workload.longest
-        weights = COMPUTE_BYTES * shape.parameters / tensor_parallel
-        cache = COMPUTE_BYTES * shape.cache_values * longest / min(tensor_parallel, shape.kv_heads)
-        needed = (weights + cache) / GIB
-        fitting = [size for size in (1, 2, 4, 8) if self.cache_tokens(size, room_gib) >= longest]
-        if fitting:
-            fix = f"--tensor-parallel {fitting[0]} does"
-        else:
-            fix = "no --tensor-parallel up to 8 does"
-        return f"a server of {tensor_parallel} GPUs needs {needed:.0f} GiB on each and may take {room_gib:.0f}; {fix}"
-
-
-def _order(planned: Planned) -> tuple[float, int]:
-    return planned.forecast.samples_per_s, -planned.layout.num_gpus
+        least = estimate(self.network, self._plan(num_gpus, tokens, 1.0, "always")).total
+        needed = f"a learner of {num_gpus} needs {least / GIB:.0f} of {self.speed.hardware.memory_gib:g} GiB"
+        nearest = next((number for number in ladder(MOST_GPUS) if number > num_gpus and self.learner(number)), None)
+        if nearest is None:
+            return f"{needed}; no number does: give shorter episodes"
+        return f"{needed}; {nearest} learners do"
 
 
 def ladder(largest: int) -> list[int]:
@@ -229,4 +156,4 @@ def ladder(largest: int) -> list[int]:
     [1, 2, 3, 4, 6, 8, 12, 16]
     """
     powers = [2**n for n in range(largest.bit_length()) if 2**n <= largest]
-    return sorted({*powers, *(3 * n for n in powers if 3 * n <= largest), largest})
+    return sorted({*powers, *(3 * n for n in powers if 3 * n <= largest), largest} - {0})

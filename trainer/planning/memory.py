@@ -26,6 +26,8 @@ GIB = 2**30
 #: Compiled blocks keep this share of the activations: the 2B shape on one and two H100s, 16,384 tokens a micro-batch
 #: (scaling_backends.json and learner_2b.json of benchmarks/results).
 COMPILED_SHARE = 0.38
+#: Rank of the adapters in the table: it hardly changes the memory.
+LORA_RANK = 32
 _COLUMNS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "total")
 
 
@@ -51,6 +53,7 @@ class Plan:
     @property
     def reshards(self) -> bool:
         """Whether gathered weights are freed between forward and backward."""
+        # One rank holds every unit whole anyway.
         return self.reshard == "always" or (self.reshard == "auto" and self.num_gpus > 1)
 
 
@@ -145,6 +148,7 @@ def estimate(model: PolicyModel, plan: Plan) -> MemoryEstimate:
     """
     count = Parameters.of(model)
     size = plan.compute_bytes
+    # Trained weights are float32: bfloat16 would swallow small updates.
     weights = _share(4 * count.trained + plan.frozen_bytes * count.frozen, plan.num_gpus)
     gradients = _share(4 * count.trained, plan.num_gpus)
     optimizer = _share(8 * count.trained, plan.num_gpus)
@@ -162,6 +166,7 @@ def estimate(model: PolicyModel, plan: Plan) -> MemoryEstimate:
     whole = size * (count.trained_root + count.largest_trained_unit) + 4 * summed
     activations = _activations(model, plan)
     logits = _logits(model, plan)
+    # FSDP moves a unit to the GPU only while it runs.
     if plan.offload == "all":
         weights = gradients = optimizer = 0
     elif plan.offload == "optimizer":
@@ -176,15 +181,17 @@ def empty_network(name: str) -> PolicyModel:
     return meta_model(empty_model(name).config)
 
 
-def memory_table(networks: MetaNetworks, plan: Plan, lora_rank: int, memory_gib: float) -> str:
+def memory_table(networks: MetaNetworks, plan: Plan, memory_gib: float) -> str:
     """Return a line in GiB for each choice of what to train and recompute that the network allows."""
     choices = {"all": LearnerConfig()}
     if networks.network.architecture.vision:
         choices["no vision"] = LearnerConfig(freeze_vision=True)
+    # A row that cannot be trained here would mislead.
     if importlib.util.find_spec("peft"):
-        choices["LoRA"] = LearnerConfig(lora_rank=lora_rank)
+        choices["LoRA"] = LearnerConfig(lora_rank=LORA_RANK)
     lines = [f"{'trained':<10} {'recomputed':>10} " + " ".join(f"{name:>11}" for name in _COLUMNS) + "  fits"]
     for trained, learner in choices.items():
+        # Enough to see the trade; the flag takes any share.
         for recompute in (0.0, 0.5, 1.0):
             found = estimate(networks.trained(learner), replace(plan, recompute=recompute))
             if found.total <= memory_gib * GIB:
@@ -210,6 +217,7 @@ def _activations(model: PolicyModel, plan: Plan) -> int:
     kept = 0
     largest = 0
     for block, hidden, rows, num_blocks in parts:
+        # As the learner rounds it.
         recomputed = int(plan.recompute * num_blocks)
         kept += (num_blocks - recomputed) * int(share * block * rows) + recomputed * 2 * hidden * rows
         largest = max(largest, int(share * block * rows))
@@ -225,13 +233,16 @@ def decoder_block(config: Any) -> int:
     output. A token that k experts see is copied for each of them: input and output, 4 H bytes.
     """
     hidden = config.hidden_size
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or hidden // heads
-    queries_and_keys = (heads + config.num_key_value_heads) * size
+    queries_and_keys = (config.num_attention_heads + config.num_key_value_heads) * head_size(config)
     attention = (10 if config.model_type.startswith("qwen3") else 4) * queries_and_keys
     if experts := getattr(config, "num_experts_per_tok", 0):
         return 16 * hidden + attention + experts * (4 * hidden + 8 * config.moe_intermediate_size)
     return 16 * hidden + attention + 8 * config.intermediate_size
+
+
+def head_size(config: Any) -> int:
+    """Return the width of an attention head, with the sizes of a text configuration."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def vision_block(config: Any) -> int:
@@ -262,6 +273,7 @@ def _logits(model: PolicyModel, plan: Plan) -> int:
     """
     weight: Any = model.backbone.lm_head.weight  # type: ignore[union-attr]
     chunk = min(CHUNK_VALUES, plan.tokens * weight.shape[0])
+    # Summed in float32 over all chunks.
     if weight.requires_grad:
         gradient = 4 * weight.numel()
     else:

@@ -42,6 +42,7 @@ def qwen3_vl_config(name: str) -> Any:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
+        # The same for all sizes of a kind.
         "num_key_value_heads": 4 if mixture else 8,
         "head_dim": 128,
         "tie_word_embeddings": tied,

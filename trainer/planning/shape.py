@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agents.model.policy import PolicyModel
+from trainer.planning.memory import count_values, head_size
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -24,60 +27,48 @@ class ModelShape:
     experts: int
     expert_share: float
     head: int
-    layers: int
-    attention_width: int
+    attention_values: int
+    cache_values: int
     kv_heads: int
-    head_size: int
-    patch_flops: float
-    patches_per_token: int
+    image_token_flops: float
 
     @classmethod
-    def of(cls, config: Any, parameters: int) -> ModelShape:
-        """Count the network of a Transformers configuration that has so many parameters."""
-        text = config.get_text_config()
-        vision = getattr(config, "vision_config", None)
-        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        num_experts = getattr(text, "num_experts", 0) or 0
-        if num_experts:
-            expert = 3 * text.hidden_size * getattr(text, "moe_intermediate_size", 0)
+    def of(cls, network: PolicyModel) -> ModelShape:
+        """Count a network, which may be on the meta device."""
+        text = network.config.get_text_config()
+        layers = text.num_hidden_layers
+        size = head_size(text)
+        dense = decoder_weights(text)
+        experts = 0
+        expert_share = 0.0
+        if num_experts := getattr(text, "num_experts", 0):
+            dense += layers * text.hidden_size * num_experts  # the router
+            experts = layers * num_experts * 3 * text.hidden_size * text.moe_intermediate_size
+            expert_share = text.num_experts_per_tok / num_experts
+        # Towers of other families have no `depth`; their images are not counted.
+        vision = getattr(network.config, "vision_config", None)
+        if hasattr(vision, "depth"):
+            # Four patches are a token of Qwen's towers.
+            image_token_flops = float(vision_flops(vision, [(1, 2, 2)])[0])
         else:
-            expert = 0
-        if vision:
-            patches = vision.spatial_merge_size**2
-        else:
-            patches = 0
+            image_token_flops = 0.0
         return cls(
-            parameters=parameters,
-            dense=decoder_weights(text, size) + text.num_hidden_layers * text.hidden_size * num_experts,
-            experts=text.num_hidden_layers * num_experts * expert,
-            expert_share=text.num_experts_per_tok / num_experts if num_experts else 0.0,
+            parameters=count_values(network.parameters()),
+            dense=dense,
+            experts=experts,
+            expert_share=expert_share,
             head=text.hidden_size * text.vocab_size,
-            layers=text.num_hidden_layers,
-            attention_width=text.num_attention_heads * size,
+            attention_values=layers * text.num_attention_heads * size,
+            cache_values=2 * layers * text.num_key_value_heads * size,
             kv_heads=text.num_key_value_heads,
-            head_size=size,
-            patch_flops=vision_flops(vision, [(1, 2, 2)])[0] / 4 if vision and hasattr(vision, "depth") else 0.0,
-            patches_per_token=patches,
+            image_token_flops=image_token_flops,
         )
-
-    @property
-    def active(self) -> float:
-        """Entries of the decoder's matrices that one token uses."""
-        return self.dense + self.experts * self.expert_share
-
-    @property
-    def cache_values(self) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_size
 
     def read_flops(self, tokens: float, pairs: float, images: float) -> float:
         """Return the operations to read tokens, of which `pairs` see each other and `images` are of images."""
-        attention = 4 * pairs * self.attention_width * self.layers
-        return 2 * tokens * self.active + attention + images * self.patches_per_token * self.patch_flops
-
-    def head_flops(self, tokens: float) -> float:
-        """Return the operations of the output layer on so many tokens."""
-        return 2 * tokens * self.head
+        # Of the experts a token uses a share; their weights are all in memory.
+        active = self.dense + self.experts * self.expert_share
+        return 2 * tokens * active + 4 * pairs * self.attention_values + images * self.image_token_flops
 
     def decode_values(self, rows: float) -> float:
         """Return the weights that a decode step of so many rows reads: of the experts those that any row uses.
@@ -92,10 +83,11 @@ def triangle(length: float) -> float:
     return length * (length + 1) / 2
 
 
-def decoder_weights(text: Any, head_size: int) -> int:
+def decoder_weights(text: Any) -> int:
     """Return the entries of the decoder's matrices; embedding, output layer and experts are left out."""
-    queries = text.num_attention_heads * head_size
-    keys = text.num_key_value_heads * head_size
+    # Grouped-query attention has fewer keys and values than queries.
+    queries = text.num_attention_heads * head_size(text)
+    keys = text.num_key_value_heads * head_size(text)
     if getattr(text, "num_experts", 0):
         mlp = 0
     else:
@@ -112,6 +104,7 @@ def vision_flops(vision: Any, grids: Sequence[tuple[int, int, int]]) -> tuple[in
     embed = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
     block = 4 * width**2 + 2 * width * vision.intermediate_size
     merger = merged**2 + merged * vision.out_hidden_size
+    # DeepStack merges the output of further layers too.
     mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
     per_patch = embed + vision.depth * block
     linear = 2 * patches * per_patch + 2 * patches // vision.spatial_merge_size**2 * mergers * merger

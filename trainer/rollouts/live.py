@@ -12,7 +12,7 @@ from typing import Any
 
 from agents.cli.text import counted, path_text
 from agents.engines.base import Engine
-from agents.model.architectures import ModelFacts
+from agents.engines.weight_servers import servers_of
 from agents.recording import Recorder
 from agents.recording.json_values import json_text
 from agents.recording.manifest import build_manifest
@@ -37,22 +37,15 @@ from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
 from trainer.rollouts.curriculum import Curriculum
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
-from trainer.setup.backend import prepare_backend
-from trainer.setup.components import (
-    build_episode,
-    connect_workers,
-    reserve_room,
-    sampling_params,
-    with_compile_chosen,
-)
-from trainer.setup.engines import build_transport, match_servers, own_servers
-from trainer.setup.model_source import check_reach, resolve_model, template_options
-from trainer.setup.plugins import check_algorithm, check_rollout, own_filter, problem_order
+from trainer.setup.backend import check_learner
+from trainer.setup.components import build_episode, connect_workers, reserve_room, sampling_params
+from trainer.setup.engines import build_transport, check_engine, run_engine
+from trainer.setup.model_source import open_model
+from trainer.setup.plugins import check_algorithm, own_filter, problem_order
 from trainer.setup.problems import (
     check_command,
     check_curriculum,
-    check_held_out,
-    check_success,
+    check_evaluations,
     load_problems,
     probe_tools,
     prompt_length,
@@ -60,7 +53,6 @@ from trainer.setup.problems import (
 from trainer.setup.resumed_inputs import changed_data, changed_environment
 from trainer.setup.run_context import RunContext, begin_or_resume, open_run
 from trainer.setup.scripted_episode import try_functions
-from trainer.setup.servers import check_servers
 from trainer.setup.start import Start
 from trainer.weight_sync.sync import WeightSync
 
@@ -299,49 +291,47 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
     """
     start = start or Start()
     spec = config.env.resolve()
-    check_success(config.evaluation, spec)
     check_curriculum(config.rollout, spec)
     with ExitStack() as cleanup:
         connect_workers(config.cluster, spec, cleanup)
         build_env = load_env(spec)
-        check_rollout(config.rollout, spec)
         check_algorithm(config.algorithm)
-        model_path = resolve_model(config.model.model)
-        facts = ModelFacts.load(model_path)
-        check_reach(config.model, facts)
-        prepare_backend(config.cluster, config.model, config.learner, model_path)
+        model = open_model(config.model)
         config.check()
-        check_servers(config.engine, facts)
-        match_servers(config.engine, config.cluster)
-        renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
+        check_learner(config, model.path)
+        check_engine(config.engine, config.engine_choice[0], model.facts)
         label = f"{config.env.name}-{'' if config.trains else 'rollouts-'}seed{config.seed}"
         opened = open_run(config, label, cleanup, keeps=lambda: start.failure is not None)
         folder = opened.folder
         room = reserve_room(config, cleanup)
-        servers = own_servers(config, model_path, renderer, folder, room, cleanup)
-        if servers and with_engine and (room is None or room.is_split):
-            start.launch(servers)
+        engine = None
+        if config.starts_servers:
+            engine = run_engine(config, model, folder, room, cleanup)
+            servers = servers_of(engine)
+            if servers and with_engine and (room is None or room.is_split):
+                start.launch(servers)
         with start.clock.stage("the problems"):
-            problems = _load_problems(config, spec, build_env, renderer)
+            problems = _load_problems(config, spec, build_env, model.renderer)
         with start.clock.stage("the learner"):
-            sampling = sampling_params(renderer, config.rollout.temperature)
+            sampling = sampling_params(model.renderer, config.rollout.temperature)
             if config.trains:
                 plan = config
             else:
                 plan = plan_to_read(config)
-            plan = with_compile_chosen(plan, model_path)
-            learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup, room)
+            learner = begin_or_resume(config, plan, opened, model.path, sampling, cleanup, room)
         write_text(folder / ENVIRONMENT, json_text(spec))
         data = {"--data": config.data.data, "--eval-data": config.data.eval_data}
         changes = changed_data(folder, data)
         if opened.checkpoint:
-            changes += changed_environment(folder, spec, renderer)
+            changes += changed_environment(folder, spec, model.renderer)
         for change in changes:
             logger.warning(f"not as when the run began: {change}")
         with start.clock.stage("the engine's weights"):
-            transport = build_transport(config, model_path, facts, renderer, learner, folder, servers)
+            # Without servers it comes last: nothing else can fail then and leave a user's engine open.
+            engine = engine or run_engine(config, model, folder, room, cleanup)
+            transport = build_transport(config, model.facts, learner, engine, folder)
         first = problems.train[0]
-        probed = renderer.prompt(first.prompt, problems.tools[spec.part(first.metadata).id])
+        probed = model.renderer.prompt(first.prompt, problems.tools[spec.part(first.metadata).id])
         tolerance = config.engine.probe_tolerance
         return LiveContext(
             config=config,
@@ -352,12 +342,12 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
             train_samples=problems.train,
             eval_samples=problems.held_out,
             num_overlong=problems.num_overlong,
-            model_path=model_path,
-            facts=facts,
-            renderer=renderer,
+            model_path=model.path,
+            facts=model.facts,
+            renderer=model.renderer,
             learner=learner.learner,
             weight_sync=WeightSync(
-                learner.learner, transport, probed.ids, probed.images, facts.image_token_id, tolerance
+                learner.learner, transport, probed.ids, probed.images, model.facts.image_token_id, tolerance
             ),
             checkpoint=opened.checkpoint,
             cleanup=cleanup.pop_all(),
@@ -381,7 +371,7 @@ def _load_problems(config: RunConfig, spec: EnvSpec, build_env: BuildEnv, render
     train, held_out = load_problems(spec, config.data, config.seed, with_held_out=config.trains)
     check = check_command(config.env, config.data)
     tools = probe_tools(spec, build_env, detect_format(renderer.chat_template), train, check)
-    check_held_out(config, held_out)
+    check_evaluations(config.evaluation, held_out, spec)
     args = spec.args(tool_format=detect_format(renderer.chat_template))
     rollout = config.rollout
     try_functions(spec, build_env, args, renderer, train, config.algorithm, rollout.group_filter, rollout.group_size)

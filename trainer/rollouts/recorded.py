@@ -10,12 +10,10 @@ from importlib.metadata import version
 from typing import Any
 
 from agents.cli.text import path_text
-from agents.model.architectures import ModelFacts
 from agents.model.architectures import read_config as read_network
 from agents.recording import Recording
 from agents.recording.json_values import json_text
 from agents.recording.run_files import CONFIG
-from agents.rendering.renderer import Renderer
 from agents.rollout.groups import ManagerState, StepRollout
 from agents.types import TrajectoryGroup
 from envs.config.settings import FieldPath, changed, flag_of, is_under, leaves
@@ -30,11 +28,11 @@ from trainer.rollouts.compare_runs import Comparison, compare, other_settings
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.rollouts.recorded_groups import RecordedSteps
 from trainer.rollouts.recording_check import RecordingCheck
-from trainer.setup.backend import prepare_backend
-from trainer.setup.components import sampling_params, with_compile_chosen
-from trainer.setup.model_source import check_reach, resolve_model, template_options
+from trainer.setup.backend import check_learner
+from trainer.setup.components import sampling_params
+from trainer.setup.model_source import open_model
 from trainer.setup.plugins import check_algorithm
-from trainer.setup.problems import check_held_out
+from trainer.setup.problems import check_evaluations
 from trainer.setup.run_context import RunContext, begin_or_resume, open_run
 from trainer.setup.start import Start
 from trainer.weight_sync.sync import NoWeightSync
@@ -93,38 +91,35 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
     """
     run = config.stages.replay_rollouts
     assert run is not None, "--replay-rollouts names a run"
-    check_held_out(config, None)
     recording = Recording.open(run)
+    spec = recording.manifest.env
+    check_evaluations(config.evaluation, None, spec)
     found_folder(run, "--replay-rollouts")
     base = read_config(run / CONFIG)
     check_read(config, base)
     check_algorithm(config.algorithm)
     check_model_given(config, base)
-    model_path = resolve_model(config.model.model)
-    facts = ModelFacts.load(model_path)
-    check_reach(config.model, facts)
-    prepare_backend(config.cluster, config.model, config.learner, model_path)
+    model = open_model(config.model)
     config.check()
-    renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
-    check = RecordingCheck(recording, renderer, facts, int(read_network(model_path).get_text_config().vocab_size))
+    check_learner(config, model.path)
+    vocab_size = int(read_network(model.path).get_text_config().vocab_size)
+    check = RecordingCheck(recording, model.renderer, model.facts, vocab_size)
     check.model()
     recorded = RecordedSteps.open(run, config.steps, base.rollout.group_size, check.episode)
-    sampling = sampling_params(renderer, config.rollout.temperature)
-    spec = recording.manifest.env
+    sampling = sampling_params(model.renderer, config.rollout.temperature)
     with ExitStack() as cleanup:
         opened = open_run(config, f"{run.absolute().name}-replay", cleanup)
         folder = opened.folder
         with start.clock.stage("the learner"):
-            plan = with_compile_chosen(config, model_path)
-            learner = begin_or_resume(config, plan, opened, model_path, sampling, cleanup)
+            learner = begin_or_resume(config, config, opened, model.path, sampling, cleanup)
         write_text(folder / ENVIRONMENT, json_text(spec))
         return RecordedContext(
             config=config,
             folder=folder,
             spec=spec,
-            model_path=model_path,
-            facts=facts,
-            renderer=renderer,
+            model_path=model.path,
+            facts=model.facts,
+            renderer=model.renderer,
             learner=learner.learner,
             weight_sync=NoWeightSync(),
             checkpoint=opened.checkpoint,

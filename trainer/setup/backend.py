@@ -1,4 +1,4 @@
-"""Checks what `--backend megatron` needs, before anything is loaded, and says what it does in another way."""
+"""Checks whether a learner can run, with what `--backend megatron` needs, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from agents.model.architectures import read_config
 from envs.errors import UserError
 from trainer.config.inputs import ModelConfig
 from trainer.config.learner import ClusterConfig, LearnerConfig
+from trainer.config.run import RunConfig
+from trainer.config.sft import SftConfig
 from trainer.learner.layout import Layout
 from trainer.learner.layout_rules import check_layout
 
@@ -34,16 +36,17 @@ FIRST_WITHOUT = "5.24"
 INSTALL = "pip install 'trueturn[megatron]' && pip install --no-deps megatron-bridge==0.6.2 hydra-core==1.3.8"
 
 
-def prepare_backend(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig, path: Path | str) -> None:
-    """Check the backend for the checkpoint in `path`, and say once what it does in another way.
+def check_learner(config: RunConfig | SftConfig, path: Path | str) -> None:
+    """Check that a learner can run here and train the checkpoint in `path`; say once what a backend does differently.
 
     Raises:
-        UserError: it cannot train the checkpoint as configured here.
+        UserError: no such device, no Ray, few GPUs, or the backend cannot train the checkpoint as configured.
     """
-    if cluster.backend == "megatron":
-        check_backend(cluster, model, learner, read_config(path))
-        for line in fallbacks(learner):
+    if config.cluster.backend == "megatron":
+        check_backend(config.cluster, config.model, config.learner, read_config(path))
+        for line in fallbacks(config.learner):
             logger.info(line)
+    config.cluster.check(config.model.device)
 
 
 def check_backend(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig, network: Any) -> None:
@@ -61,14 +64,13 @@ def check_backend(cluster: ClusterConfig, model: ModelConfig, learner: LearnerCo
 def fallbacks(learner: LearnerConfig) -> list[str]:
     """Return a line for each thing that `--backend megatron` does in another way than FSDP2."""
     lines = ["--backend megatron reads a prompt once for each of its samples: its packed streams cannot share one"]
-    if learner.reshard == "auto":
-        unread = []
-    else:
-        unread = ["--backend megatron does not read --reshard, which is FSDP2's"]
-    return lines + unread
+    if learner.reshard != "auto":
+        lines.append("--backend megatron does not read --reshard, which is FSDP2's")
+    return lines
 
 
 def _check_settings(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig) -> None:
+    # Megatron's distributed optimizer keeps its state where it computes.
     if learner.offload != "none":
         fix = "leave it out: the optimizer's state is spread over all ranks with the same weights"
         raise UserError("--offload", "must be none with --backend megatron", learner.offload, fix)
@@ -84,6 +86,7 @@ def _check_host(cluster: ClusterConfig, model: ModelConfig) -> None:
         rule = f"needs the packages {', '.join(PACKAGES.values())}"
         found = f"no {' and no '.join(missing)}"
         raise UserError("--backend megatron", rule, found, INSTALL)
+    # Megatron-Bridge imports it by name, so a newer Transformers fails deep inside.
     if not _is_installed(GONE):
         rule = f"needs Transformers before {FIRST_WITHOUT}"
         fix = f"pip install 'transformers<{FIRST_WITHOUT}'"

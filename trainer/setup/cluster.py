@@ -36,11 +36,13 @@ class ClusterRoom:
         """
         cluster = config.cluster
         engine = config.engine
+        # Only whoever connected disconnects: a notebook may use the same cluster.
         if start_ray(cluster):
             cleanup.callback(ray.shutdown)
         request = Request.of(cluster, engine.num_servers, engine.tensor_parallel)
         #: Whether servers have GPUs of their own. Else they start after the ranks, whose GPUs they use.
         self.is_split = engine.placement == "split" or (engine.placement == "auto" and fits(request))
+        # Servers that share GPUs reserve none: Ray gives a GPU to one bundle alone.
         if not self.is_split:
             request = Request.of(cluster)
         self.learners, servers = request.reserve()
@@ -74,5 +76,6 @@ def fits(request: Request) -> bool:
 
 
 def _give_back(group: PlacementGroup) -> None:
+    # A cluster that is gone has nothing to give back.
     if ray.is_initialized():
         remove_placement_group(group)

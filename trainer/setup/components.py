@@ -30,6 +30,7 @@ from trainer.learner.build import build_learner
 from trainer.learner.compile_choice import is_compiled
 from trainer.learner.cuda_ipc import share_weights
 from trainer.learner.protocol import Learner
+from trainer.learner.weight_group import SHARED_VARIABLES
 from trainer.learner.weight_sender import RankSender, WeightSender
 from trainer.learner.weights_io import meta_model
 from trainer.weight_sync.transports import ShareWeights
@@ -45,14 +46,13 @@ class StartedLearner:
     """A learner that is ready to train, and where it runs.
 
     `share_weights` hands its weights to servers on the node of rank 0; None if they are on no GPU, or servers start on
-    another host. `sender` sends them to any host. `gpus_here` lists the GPUs of this host that it uses. `node` returns
-    that of rank 0 where servers start on any node of a cluster, else ""; `is_apart`: they have GPUs of their own there.
+    another host. `sender` sends them to any host. `node` returns that of rank 0 where servers start on any node of a
+    cluster, else ""; `is_apart`: they have GPUs of their own there.
     """
 
     learner: Learner
     share_weights: ShareWeights | None
     sender: WeightSender
-    gpus_here: tuple[int, ...]
     node: Callable[[], str] = str
     is_apart: bool = False
 
@@ -71,34 +71,33 @@ def start_learner(
     Raises:
         UserError: the cluster is too small or cannot be reached, or the checkpoint cannot be trained.
     """
+    # Without ranks nothing of Ray is imported, which would take seconds.
     if not config.cluster.num_ranks:
         device = torch.device(config.model.device)
         learner = build_learner(config, model_path, sampling, device)
-        on_gpu = device.type == "cuda"
-        if on_gpu:
-            gpus = (torch.cuda.current_device(),)
-            share = partial(share_weights, learner)
-        else:
-            gpus = ()
-            share = None
-        return StartedLearner(learner, share, RankSender(learner), gpus)
+        share = partial(share_weights, learner) if device.type == "cuda" else None
+        return StartedLearner(learner, share, RankSender(learner))
     from trainer.learner.ray_group import LearnerGroup
 
     group = LearnerGroup(config, model_path, sampling, room.learners if room else None)
+    # Before anything else can fail: ranks must not outlive the command.
     cleanup.callback(group.close)
+    # A handle of CUDA memory is worth nothing on another host.
     can_share = (room or group.is_here) and group.device.type == "cuda"
     share = group.share_weights if can_share else None
     if room is None:
-        return StartedLearner(group, share, group, group.gpus_here)
+        return StartedLearner(group, share, group)
     room.hold(group)
-    return StartedLearner(group, share, group, group.gpus_here, lambda: group.places[0].node, room.is_split)
+    return StartedLearner(group, share, group, lambda: group.places[0].node, room.is_split)
 
 
 def with_compile_chosen(plan: RunConfig, model_path: Path | str) -> RunConfig:
     """Return the settings of a learner with `--compile auto` decided, and say so where it was open."""
     on_gpu = learner_device(plan).type == "cuda"
+    # Steps are what compiling pays off in; without any there is nothing to choose.
     if plan.learner.compile != "auto" or not on_gpu or not plan.steps:
         return plan
+    # Counted on the meta device: the choice comes before the weights are loaded.
     count = sum(parameter.numel() for parameter in meta_model(read_config(model_path)).parameters())
     is_on = is_compiled(plan.learner, on_gpu, count)
     chosen = "on" if is_on else "off"
@@ -115,6 +114,7 @@ def learner_device(plan: LearnerPlan) -> torch.device:
 
 def connect_workers(cluster: ClusterConfig, spec: EnvSpec, cleanup: ExitStack) -> None:
     """Connect to the run's Ray cluster if environments run on it; without one, the first of them starts one here."""
+    # Without a cluster of the run, the first environment starts or finds one.
     if not cluster.num_ranks or all(entry.workers != "ray" for entry in spec.entries):
         return
     cluster.check_ray()
@@ -127,7 +127,14 @@ def connect_workers(cluster: ClusterConfig, spec: EnvSpec, cleanup: ExitStack) -
 
 
 def reserve_room(config: RunConfig, cleanup: ExitStack) -> ClusterRoom | None:
-    """Reserve a part of a cluster for learner and servers; None where the run starts no servers on one."""
+    """Reserve a part of a cluster for learner and servers; None where the run starts no servers on one.
+
+    From here on processes may use NCCL: where weights may travel over it, they read the same variables.
+    """
+    is_elsewhere = bool(config.engine.engine_url or config.cluster.ray_address)
+    if config.engine.sync == "nccl" or (config.engine.sync != "disk" and is_elsewhere):
+        for name, value in SHARED_VARIABLES.items():
+            os.environ.setdefault(name, value)
     if not (config.cluster.ray_address and config.starts_servers):
         return None
     from trainer.setup.cluster import ClusterRoom
@@ -159,6 +166,7 @@ def build_episode(
         }
         return MixedEpisode(episodes)
     limits = Limits(max_turns, max_new_tokens, EnvLimits.of(spec))
+    # The template says which tags the model was taught; the entry may say others.
     thinking = find_thinking(renderer.template, spec.thinking)
     sampling = sampling_params(renderer, temperature)
     rewards = RewardSum.load(spec.reward)

@@ -52,6 +52,7 @@ def export(run_folder: Path, step: int | None, to: Path | None, dtype: torch.dty
     learner = FSDPLearner(
         empty_model(path), SamplingParams(), run.steps, config=learner_config, path=path, seed=run.seed
     )
+    # The optimizer's state is twice the weights, and a model folder has none.
     learner.restore(checkpoint.learner, with_optimizer=False)
     renderer = Renderer.from_checkpoint(path, template_options(run.model))
     with _writing(target):
@@ -71,6 +72,7 @@ def _writing(target: Path) -> Iterator[None]:
 
 def _settings(file: Path) -> RunConfig | SftConfig:
     """Return the settings of a run folder, of reinforcement or of supervised training."""
+    # Both kinds of runs write config.yaml; only supervised ones have batches.
     if "batch_size" in (parse_yaml(file.read_text(encoding="utf-8"), str(file)) or ()):
         return validate(SftConfig, read_file(SftConfig, file))
     return read_config(file)
@@ -88,6 +90,7 @@ def _chosen(folder: Path, step: int | None) -> Checkpoint:
     if chosen is None:
         existing = ", ".join(str(checkpoint.step) for checkpoint in steps) or "none"
         raise UserError("--step", "must be the step of a checkpoint", step, f"there are: {existing}")
+    # Asked for by its number, so another one in its place would be wrong.
     if fault := damage(chosen):
         raise UserError("--step", "must be the step of a whole checkpoint", step, f"give another one ({fault})")
     return chosen

@@ -11,20 +11,18 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from agents.rollout.rewards import RewardSum
 from agents.types import TrajectoryGroup
 from envs.config.plugins import place_of
 from envs.datasets.samples import epoch_order
 from envs.errors import UserError, first_line
 from envs.execution.watchdog import watched
-from envs.spec import EnvSpec
 from envs.types import SampleSource
 from trainer.algorithms.advantages import is_own
 from trainer.algorithms.importance_sampling import CORRECTIONS
 from trainer.algorithms.objective import objective
 from trainer.algorithms.policy_loss import POLICY_LOSSES
 from trainer.config.algorithm import ADVANTAGE, POLICY_LOSS, AlgorithmConfig
-from trainer.config.rollout import GROUP_FILTER, SAMPLER, RolloutConfig
+from trainer.config.rollout import GROUP_FILTER, SAMPLER
 from trainer.types import ModelTokens
 
 
@@ -37,13 +35,16 @@ def check_algorithm(config: AlgorithmConfig) -> None:
         ADVANTAGE.load("--advantage", config.advantage)
     if config.policy_loss in POLICY_LOSSES and config.correction in CORRECTIONS:
         return
+    # Two samples, so that a loss that mixes them up has something to mix.
     tokens = _few_tokens()
+    # Code of the user may hang; the watch says where.
     with watched(f"--policy-loss '{config.policy_loss}' with --correction '{config.correction}'"):
         loss = objective(tokens, config).loss
         if config.policy_loss in POLICY_LOSSES:
             return
         function = POLICY_LOSS.load("--policy-loss", config.policy_loss)
         try:
+            # A loss without a gradient would train nothing, in silence.
             torch.autograd.grad(loss, tokens.logprobs_N)
         except RuntimeError as error:
             rule = f"'{config.policy_loss}' must have a gradient by `logprobs_N`"
@@ -59,6 +60,7 @@ def _few_tokens() -> ModelTokens:
         logprobs_N=logprobs_N,
         entropy_N=torch.full_like(old_N, 0.5).requires_grad_(),
         old_logprobs_N=old_N,
+        # Not equal: a correction that divides by the gap must have one.
         rollout_logprobs_N=old_N + 0.01,
         ref_logprobs_N=old_N,
         advantages_N=torch.tensor([0.7, 0.7, -0.7, -0.7, -0.7]),
@@ -66,15 +68,6 @@ def _few_tokens() -> ModelTokens:
         sample_N=torch.tensor([0, 0, 1, 1, 1]),
         num_samples=2,
     )
-
-
-def check_rollout(config: RolloutConfig, spec: EnvSpec) -> None:
-    """Raise `UserError` if a reward function, the sampler or the group filter cannot be used."""
-    for entry in spec.entries:
-        RewardSum.load(entry.reward)
-    own_filter(config.group_filter)
-    if config.sampler:
-        SAMPLER.load("--sampler", config.sampler)
 
 
 def problem_order(samples: SampleSource, sampler: str, seed: int, epoch: int) -> list[int]:
@@ -92,6 +85,7 @@ def problem_order(samples: SampleSource, sampler: str, seed: int, epoch: int) ->
         found = SAMPLER.call("--sampler", sampler, function, samples, seed, epoch)
     with SAMPLER.result_of("--sampler", sampler, found):
         order = [operator.index(index) for index in found]
+        # Any order will do, repeats included: a sampler may weigh problems.
         if len(order) != len(samples) or not set(order) <= set(range(len(samples))):
             raise ValueError(f"it must be {len(samples)} indices from 0 to {len(samples) - 1}")
     return order
@@ -111,6 +105,7 @@ def own_filter(reference: str) -> Callable[[TrajectoryGroup], bool] | None:
         with watched(f"--group-filter '{reference}'"):
             found = GROUP_FILTER.call("--group-filter", reference, function, group)
         with GROUP_FILTER.result_of("--group-filter", reference, found):
+            # Anything else has a truth value too, such as a group that was returned by mistake.
             if not isinstance(found, bool | np.bool_):
                 raise TypeError("it must be True or False")
         return bool(found)

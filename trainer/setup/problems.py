@@ -18,7 +18,7 @@ from envs.tool_calls import ToolFormat
 from envs.types import Sample, SampleSource
 from trainer.config.inputs import NUM_HELD_OUT, NUM_TRAIN, DataConfig, EnvConfig, PromptsConfig
 from trainer.config.rollout import RolloutConfig
-from trainer.config.run import EvaluationConfig, RunConfig
+from trainer.config.run import EvaluationConfig
 
 #: An environment counts as broken if it fails on this many samples.
 NUM_PROBED = 4
@@ -39,33 +39,29 @@ def load_problems(
     if not data.data:
         # Seed 0 for every run, so that runs can be compared.
         return train, own_problems(spec, data, "heldout", data.eval_size or NUM_HELD_OUT, 0)
+    # Asked for, but there are none: silence would look like an accuracy of nothing.
     check_eval_size(data.eval_size)
     return train, None
 
 
-def check_held_out(config: RunConfig, held_out: SampleSource | None) -> None:
-    """Raise `UserError` if there is nothing that `--eval-every` could evaluate on."""
-    if config.evaluation.eval_every and not held_out:
+def check_evaluations(config: EvaluationConfig, held_out: SampleSource | None, spec: EnvSpec) -> None:
+    """Raise `UserError` if there is nothing to evaluate on, or the run goes by a success that nobody defines."""
+    if config.eval_every and not held_out:
         rule = "needs held-out problems, and a run that plays and trains"
         fix = "give --eval-data, and no --eval-size 0, --rollout-only or --replay-rollouts"
-        raise UserError("--eval-every", rule, config.evaluation.eval_every, fix)
-
-
-def check_success(config: EvaluationConfig, spec: EnvSpec) -> None:
-    """Raise `UserError` if a run should go by a success that the environment does not know."""
-    if spec.success_rule:
+        raise UserError("--eval-every", rule, config.eval_every, fix)
+    if spec.success_rule or (config.stop_at_accuracy is None and config.best_by != "success"):
         return
     if config.stop_at_accuracy is not None:
         asked = "--stop-at-accuracy"
     else:
         asked = "best_by"
-    if config.stop_at_accuracy is not None or config.best_by == "success":
-        rule = f"needs an environment that says what a success is, and '{spec.id}' has success: none"
-        fix = (
-            "write success: 0.9 (a reward) or success: KEY (of the episode's info) in the entry, or give it as "
-            "--success; --patience and best_by reward go by the mean reward"
-        )
-        raise UserError(asked, rule, config.stop_at_accuracy or config.best_by, fix)
+    rule = f"needs an environment that says what a success is, and '{spec.id}' has success: none"
+    fix = (
+        "write success: 0.9 (a reward) or success: KEY (of the episode's info) in the entry, or give it as "
+        "--success; --patience and best_by reward go by the mean reward"
+    )
+    raise UserError(asked, rule, config.stop_at_accuracy or config.best_by, fix)
 
 
 def check_curriculum(config: RolloutConfig, spec: EnvSpec) -> None:
@@ -105,6 +101,7 @@ def check_command(env: EnvConfig, data: RowsConfig) -> str:
         given = {"registry": env.registry}
     else:
         given = {}
+    # Only what differs, so that the command stays short enough to read.
     given |= {name: getattr(data, name) for name in fields if getattr(data, name) != fields[name].default}
     words = [word for name, value in given.items() for word in flag_words(name, value)]
     return command_line("envs.check", [*env.env, *words])
@@ -148,6 +145,7 @@ def probe_tools(
         try:
             await runner.open()
             entry.check_tool_faults(runner.runs_tools)
+            # An empty turn is what a model may write too: it must not break an environment.
             await runner.step("")
             await runner.reward("")
             return runner.tools
@@ -160,6 +158,7 @@ def probe_tools(
             try:
                 return asyncio.run(probe(entry, sample))
             except EnvFault as error:
+                # The first one is shown; the others are tried, since one sample may be broken alone.
                 fault = fault or error
         if fault is None:
             return ()

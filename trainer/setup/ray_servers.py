@@ -59,6 +59,7 @@ class ServerHost:
         """Start the server; return where it listens, and the node."""
         address = ray.util.get_node_ip_address()
         node = ray.get_runtime_context().get_node_id()
+        # Ray names the GPUs of a bundle; without a bundle they are those of the ranks.
         shared = self._shared or Shared(node, own_gpus())
         if shared.gpus:
             # Its own come first. It also sees the others, since a learner there may lend it weights.
@@ -67,6 +68,7 @@ class ServerHost:
         if not self._settings.log_folder.parent.exists():  # the run's folder is not shared with this node
             own = Path(tempfile.gettempdir()) / "trueturn" / self._settings.log_folder.parent.name
             self._settings = replace(self._settings, log_folder=own)
+        # Held until the server listens, so that no other process takes it meanwhile.
         self._ports = ReservedPorts(1, address, [self._port] if self._port else [])
         place = ServerPlace(self._ports.numbers[0], address, servers_on_gpu=shared.servers_on_gpu)
         self._process = LocalProcess(self._settings, self._number, place)
@@ -100,6 +102,7 @@ def gpus_of_host() -> list[str]:
     command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    # Without the tool there are no GPUs to see, as on the hosts of the tests.
     except (OSError, subprocess.SubprocessError):
         return []
 
@@ -127,6 +130,7 @@ class RayProcess:
             try:
                 if not self._actor:
                     self._begin()
+                # Never waits: the loop that asks watches all servers.
                 elif not self._end and ray.wait([self._call], timeout=0)[0]:
                     answer: Any = ray.get(self._call)
                     if self.url:
@@ -159,6 +163,7 @@ class RayProcess:
             return
         with contextlib.suppress(RayError, GetTimeoutError):
             ray.get(self._actor.stop.remote(), timeout=2 * STOP_S + ANSWER_S)
+        # Also where it does not answer: its GPUs must become free.
         ray.kill(self._actor)
 
 
@@ -192,6 +197,7 @@ class RayLauncher:
     def _actor(self, settings: SGLangSettings, number: int, port: int) -> Any:
         count = settings.tensor_parallel
         shared = None
+        # Restarts are the pool's, which also sends the weights again.
         options: dict[str, Any] = {"max_restarts": 0}
         if self._reserved is not None:
             options |= {"num_cpus": 0, "num_gpus": count} if self._on_gpu else {"num_cpus": count}
@@ -209,6 +215,7 @@ class RayLauncher:
 
 def are_alive(learners: Sequence[Place]) -> bool:
     """Return whether all nodes of a learner are there; a learner that is being started again has no places."""
+    # Ray knows of a lost node before a connection breaks.
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     return bool(learners) and all(rank.node in alive for rank in learners)
 

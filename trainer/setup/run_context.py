@@ -29,11 +29,10 @@ from envs.safe_text import write_text
 from envs.spec import EnvSpec
 from trainer.checkpoint.checkpointer import Checkpoint, newest_whole
 from trainer.checkpoint.run_dir import CHECKPOINTS, found_folder, locked, make_folder
-from trainer.config.learner import LearnerPlan
 from trainer.config.run import RunConfig
 from trainer.config.sources import RESUME, write_config
 from trainer.learner.protocol import Learner
-from trainer.setup.components import StartedLearner, start_learner
+from trainer.setup.components import StartedLearner, start_learner, with_compile_chosen
 from trainer.setup.start import Start
 from trainer.weight_sync.sync import NoWeightSync, WeightSync
 
@@ -123,6 +122,7 @@ def write_model(learner: Learner, renderer: Renderer, folder: Path, dtype: torch
     """
     try:
         learner.save(folder, dtype)
+        # Rank 0 writes on its own host: without a shared folder there is nothing here.
         if not (folder / "config.json").exists():
             fix = "give a folder that all hosts see; the weights are there, on rank 0's host"
             raise UserError("--out", "must be shared with the host of learner rank 0", str(folder), fix)
@@ -144,6 +144,7 @@ def copy_other_files(base: Path, folder: Path) -> None:
     root = base.resolve()
     for file in sorted(base.glob("*")):
         target = folder / file.name
+        # Never code: a checkpoint may be a stranger's.
         is_named = file.suffix in (".json", ".txt", ".model", ".jinja") and file.name not in _NOT_COPIED
         if not is_named or file.name.endswith(".index.json") or target.exists() or not file.is_file():
             continue
@@ -172,12 +173,15 @@ def open_run(
         UserError: the folder cannot be used.
     """
     if config.checkpoint.resume:
+        # Two processes in one run would write the same files.
         folder = cleanup.enter_context(locked(found_folder(config.checkpoint.resume)))
         return OpenedRun(folder, found_checkpoint(folder))
+    # Remembered before the folder is made: only what we made may be removed.
     made = [parent for parent in (config.log.out, *config.log.out.parents) if not parent.exists()]
     folder = make_folder(config.log.out, config.log.name, label)
 
     def remove(kind: object, error: BaseException | None, trace: object) -> None:
+        # A server's log in it says why the start failed.
         if error and not keeps():
             remove_run(folder, made)
 
@@ -207,7 +211,7 @@ def remove_run(folder: Path, made: Sequence[Path] = ()) -> None:
 
 def begin_or_resume(
     config: RunConfig | SftConfig,
-    plan: LearnerPlan,
+    plan: RunConfig,
     opened: OpenedRun,
     model_path: Path | str,
     sampling: SamplingParams,
@@ -216,20 +220,19 @@ def begin_or_resume(
 ) -> StartedLearner:
     """Start the learner where the run's checkpoint left it, if any, and write the configuration into the folder.
 
-    It starts in `room`, if a part of a cluster is reserved.
-
-    The processes that it takes last until `cleanup` is closed.
+    It starts in `room`, if a part of a cluster is reserved. The processes that it takes last until `cleanup` is closed.
 
     Raises:
         UserError: the processes cannot start, or the checkpoint is of another network.
     """
-    learner = start_learner(plan, model_path, sampling, cleanup, room)
+    learner = start_learner(with_compile_chosen(plan, model_path), model_path, sampling, cleanup, room)
     folder = opened.folder
     checkpoint = opened.checkpoint
     if checkpoint:
         learner.learner.restore(checkpoint.learner)
         for change in changed_settings(checkpoint, config):
             logger.info(change)
+    # Last: the file says that the folder is that of a run which has begun.
     write_config(config, folder / CONFIG)
     return learner
 

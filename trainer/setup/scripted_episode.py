@@ -62,6 +62,7 @@ def _try_on(
     rewards = RewardSum.load(spec.reward)
     for sample in first:
         played = asyncio.run(_played(spec, build_env, args, renderer, sample))
+        # A broken episode says nothing of the functions that judge it.
         if not played.end_reason.is_valid:
             continue
         scored = asyncio.run(rewards.score(played, EnvLimits.of(spec)))
@@ -69,6 +70,7 @@ def _try_on(
             rule = "must give a scripted episode its reward"
             fix = "fix the function"
             raise UserError("--reward", rule, located_line(scored.error or ""), fix)
+        # The same episode in every place: only whether the calls work is asked.
         group = TrajectoryGroup(scored.sample_id, (scored,) * group_size)
         if keeps:
             keeps(group)
@@ -81,6 +83,7 @@ async def _played(spec: EnvSpec, build_env: BuildEnv, args: EnvArgs, renderer: R
     """Return an episode in which every turn is the sample's label as an answer."""
 
     def answer(turn: int, request: GenerateRequest) -> str:
+        # The label scores where a grader reads the answer; any other text would do for the call.
         return f"\\boxed{{{sample.label if sample.label is not None else 7}}}"
 
     engine = ScriptedEngine(renderer.tokenizer, answer, context_length=10 * MAX_NEW_TOKENS)

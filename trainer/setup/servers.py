@@ -64,15 +64,18 @@ def check_server(url: str, facts: ModelFacts, api_key: str = "") -> None:
     except urllib.error.HTTPError as error:
         if error.code not in (401, 403):
             raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error
+        # The key itself is never shown.
         got = "another key" if api_key else "none"
         fix = f"give its key with --engine-api-key-file or {API_KEY_VARIABLE}"
         raise UserError("--engine-api-key-file", f"must hold the key of {url}", got, fix) from error
     except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
         raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error
+    # A server of another kind would take the weights and write nonsense.
     if served and facts.architectures and served != facts.architectures:
         fix = f"serve the checkpoint that is trained, of {', '.join(facts.architectures)}"
         raise UserError("--engine-url", "must serve the kind of network that --model is", ", ".join(served), fix)
     release = read_release(url, api_key)
+    # Text alone is sent as ids by every release.
     if facts.image_token_id != NO_IMAGE_TOKEN and not release.keeps_ids:
         rule = "must keep the ids of requests with images"
         got = f"SGLang {release.version}, which decodes them"
@@ -98,6 +101,7 @@ def place_servers(config: ServersConfig, learner_gpus: Sequence[int] = (), place
     Raises:
         UserError: this host has too few GPUs for a server or, if they are to have GPUs of their own, for all.
     """
+    # 0 where the servers are on other hosts, or in tests: then nothing can be checked.
     here = torch.cuda.device_count()
     tensor_parallel = config.tensor_parallel
     after = max(learner_gpus, default=-1) + 1
@@ -133,6 +137,7 @@ def first_server_gpu(given: int | None, learner_gpus: Sequence[int], num_gpus: i
     if given is not None:
         return given
     after = max(learner_gpus, default=-1) + 1
+    # One that does not fit after the learner shares GPU 0, which every host has.
     if after + tensor_parallel <= num_gpus:
         return after
     return 0
@@ -144,6 +149,7 @@ def shared_gpus(engine: EngineConfig, learner_gpus: Sequence[int], here: int) ->
     >>> shared_gpus(EngineConfig(num_servers=3), (0,), here=2)
     Counter({0: 1})
     """
+    # With split they have GPUs of their own, with colocate they free their memory.
     if engine.placement != "auto":
         return Counter()
     first = first_server_gpu(engine.first_gpu, learner_gpus, here, engine.tensor_parallel)

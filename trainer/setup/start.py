@@ -83,6 +83,7 @@ class Start:
 
     def _live(self) -> AbstractContextManager[object]:
         is_live = self._console is not None and self._console.is_terminal
+        # A live line in a log file would be one line for each frame.
         if self._console and is_live:
             return self._console.status(self)
         return nullcontext()

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agents.model.architectures import ModelFacts
 from agents.rendering.renderer import Renderer
 from agents.rollout.conversation import ConversationRenderer
 from agents.types import SamplingParams
@@ -27,9 +26,8 @@ from trainer.checkpoint.checkpointer import Checkpoint
 from trainer.config.inputs import NUM_HELD_OUT, NUM_TRAIN, EnvConfig
 from trainer.config.sft import SftConfig
 from trainer.learner.protocol import Learner
-from trainer.setup.backend import prepare_backend
-from trainer.setup.components import with_compile_chosen
-from trainer.setup.model_source import check_reach, resolve_model, template_options
+from trainer.setup.backend import check_learner
+from trainer.setup.model_source import open_model
 from trainer.setup.problems import NUM_PROBED, check_command, check_eval_size, probe_tools
 from trainer.setup.resumed_inputs import changed_data
 from trainer.setup.run_context import begin_or_resume, open_run
@@ -70,10 +68,8 @@ def load_data(config: SftConfig) -> SftData:
     Raises:
         UserError: environment, data or model cannot be used, or too many conversations are bad.
     """
-    model_path = resolve_model(config.model.model)
-    facts = ModelFacts.load(model_path)
-    check_reach(config.model, facts)
-    renderer = Renderer.from_checkpoint(model_path, template_options(config.model))
+    model = open_model(config.model)
+    renderer = model.renderer
     tool_format: ToolFormat = detect_format(renderer.chat_template)
     if config.env:
         spec = get_spec(config.env, *config.registry)
@@ -86,9 +82,9 @@ def load_data(config: SftConfig) -> SftData:
     conversations = ConversationRenderer(renderer, config.model.context_length, tool_format, thinking=thinking)
 
     def checked(source: ConversationSource) -> ConversationSet:
-        return check_conversations(source, conversations, facts, config.data.max_bad_frac)
+        return check_conversations(source, conversations, model.facts, config.data.max_bad_frac)
 
-    return SftData(model_path, renderer, checked(train), checked(evaluation) if evaluation else None)
+    return SftData(model.path, renderer, checked(train), checked(evaluation) if evaluation else None)
 
 
 def prepare(config: SftConfig, data: SftData) -> SftContext:
@@ -104,13 +100,12 @@ def prepare(config: SftConfig, data: SftData) -> SftContext:
         rule = f"must be at most the {count} conversations that there are"
         raise UserError("--batch-size", rule, config.batch_size, "give less, or more conversations")
     num_steps = config.num_steps(count)
-    prepare_backend(config.cluster, config.model, config.learner, data.model_path)
-    config.cluster.check(config.model.device)
+    check_learner(config, data.model_path)
     # No token is suppressed, as an engine would: the model learns not to write it.
     sampling = SamplingParams(stop_ids=data.renderer.stop_ids)
     with ExitStack() as cleanup:
         opened = open_run(config, f"sft-seed{config.seed}", cleanup)
-        plan = with_compile_chosen(config.plan(num_steps), data.model_path)
+        plan = config.plan(num_steps)
         learner = begin_or_resume(config, plan, opened, data.model_path, sampling, cleanup)
         folder = opened.folder
         checkpoint = opened.checkpoint

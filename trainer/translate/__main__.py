@@ -24,7 +24,6 @@ class TranslateConfig(Section):
     trainer: Literal["auto", "slime", "verl", "trl", "rlinf"] = Field(
         default="auto", description="whose settings they are; auto: recognized by their names"
     )
-    yaml: bool = Field(default=False, description="print a file for --config in place of the command")
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +33,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     found = translate(read_settings(config.source), "" if config.trainer == "auto" else config.trainer)
     head = f"# from {found.trainer}; the environment and its rewards are code: see --env"
     notes = [f"# {line}" for line in found.notes()]
-    print(head, found.yaml() if config.yaml else found.command(), "", *notes, sep="\n")
+    print(head, found.command(), "", *notes, sep="\n")
     return 0
 
 

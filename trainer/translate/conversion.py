@@ -7,10 +7,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
-from trainer.config.other_trainers import Row, Trainer
+from trainer.config.other_trainers import Trainer
 
 Value = str | list[str]
 #: A trainer's settings by their names, spelt with underscores.
@@ -18,27 +17,15 @@ Given = Mapping[str, Value]
 
 
 @dataclass(frozen=True)
-class NoCounterpart:
-    """Nothing here does what the setting says; the reason, and what to do instead if there is something."""
+class Note:
+    """Why a setting sets nothing: it has no counterpart, or asks for what `is_same` here anyway."""
 
     reason: str
+    is_same: bool = False
 
 
-@dataclass(frozen=True)
-class SameHere:
-    """The setting asks for what happens here anyway."""
-
-    reason: str
-
-
-#: How a switch may be written in a command or YAML.
-_SWITCHES: dict[str, str] = {
-    **dict.fromkeys(("1", "yes", "on"), "true"),
-    **dict.fromkeys(("0", "no", "off", "none", "null"), "false"),
-}
-_NOT_SHARED = SameHere("not shared there and here")
 #: Values of ours by their names; none if other settings of theirs already say it.
-Result = Mapping[str, Value] | NoCounterpart | SameHere
+Result = Mapping[str, Value] | Note
 
 
 def convert(trainer: Trainer, name: str, value: Value, given: Given) -> Result:
@@ -47,79 +34,54 @@ def convert(trainer: Trainer, name: str, value: Value, given: Given) -> Result:
     Raises:
         KeyError, TypeError, ValueError, ZeroDivisionError: a value that a formula reads is no number, or not there.
     """
-    row = _row_of(trainer, name)
+    row = trainer.row(name)
     if isinstance(row, str):
         return {row: value}
     names = _Names(trainer, given, value)
+    # Some settings matter only where another one does not win over them.
     if "only_if" in row and not names.computed(row["only_if"]):
         return {}
-    if "used" in row:
-        return {}
-    if "server" in row:
-        return {"engine_args": f"--{row['server']} {value}"}
     if "ranks" in row:
-        if _is_megatron(trainer, given):
-            return _ranks(row["ranks"], value, names)
-        return _NOT_SHARED
+        return _ranks(row["ranks"], value, names)
     if "words" in row:
         return _word(row, value)
-    if "is" in row:
-        found = {own: names.computed(formula) for own, formula in row["is"].items()}
-        fields = {own: _text(result) for own, result in found.items() if result is not None}
-        if fields or not row.keys() & {"same", "lost"}:
-            return fields
-    elif "if" in row:
-        if _is_in(value, row["if"]):
-            return SameHere(row["same"])
-        return NoCounterpart(row["lost"])
-    if "same" in row:
-        return SameHere(row["same"])
-    return NoCounterpart(row["lost"])
-
-
-def _row_of(trainer: Trainer, name: str) -> Row:
-    rows = trainer.settings
-    patterns = (pattern for pattern in rows if "*" in pattern and fnmatchcase(name, pattern))
-    return rows.get(name) or rows.get(next(patterns, "")) or {"lost": "no setting here does this"}
+    computed = {own: names.computed(formula) for own, formula in row.get("is", {}).items()}
+    fields = {own: _text(result) for own, result in computed.items() if result is not None}
+    if fields or not row.keys() & {"same", "lost"}:
+        return fields
+    if "same" in row and ("if" not in row or _is_in(value, row["if"])):
+        return Note(row["same"], is_same=True)
+    return Note(row["lost"])
 
 
 def _word(row: Mapping[str, Any], value: Value) -> Result:
-    """Return what a word becomes: a value of `to`, several of ours, or that it is the same here."""
-    words = {str(word).lower(): result for word, result in row["words"].items()}
-    text = str(value).lower()
-    result = words.get(text, words.get(_SWITCHES.get(text, "")))
+    """Return what a word becomes: a value of `to`, several of ours, or a note."""
+    words = {parsed(str(word).lower()): result for word, result in row["words"].items()}
+    result = words.get(parsed(str(value).lower()))
     if result is None:
-        return NoCounterpart(f"known here: {', '.join(words)}")
+        return Note(f"known here: {', '.join(str(word).lower() for word in row['words'])}")
     if not isinstance(result, dict):
         return {row["to"]: str(result)}
-    if "lost" in result:
-        return NoCounterpart(result["lost"])
-    if "same" in result:
-        return SameHere(result["same"])
+    if note := result.get("same") or result.get("lost"):
+        return Note(note, is_same="same" in result)
     return result
-
-
-def _is_megatron(trainer: Trainer, given: Given) -> bool:
-    return str(given.get(trainer.backend, "megatron")).lower() == "megatron"
 
 
 def _ranks(own: str, value: Value, names: _Names) -> Result:
     """Return what ranks of Megatron share: a number of them, or tokens."""
     shares_matrices = names["matrix_ranks"] not in (1, None)
+    # Megatron ignores it where no matrices are shared.
     switches = {"sp": names["x"] == 1 and shares_matrices}
     if not switches.get(own, not _is_in(value, "1 none null")):
-        return _NOT_SHARED
+        return Note("not shared there and here", is_same=True)
     return {"backend": "megatron", own: "true" if own in switches else value}
-
-
-# Formulas -------------------------------------------------------------------------------------------------------------
 
 
 class _Names(dict[str, Any]):
     """What a formula of the table may read: the trainer's values by the ends of their names, and functions."""
 
     def __init__(self, trainer: Trainer, given: Given, value: Value) -> None:
-        super().__init__(FUNCTIONS, x=_number_of(value), text=value, v=self.__getitem__)
+        super().__init__(FUNCTIONS, x=parsed(value), text=value, v=self.__getitem__)
         self.update(has=self._has, either=self._either)
         self._trainer = trainer
         self._given = given
@@ -127,7 +89,7 @@ class _Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name in self._trainer.formulas:
             return self.computed(self._trainer.formulas[name])
-        return _number_of(self._given[self._whole(name)])
+        return parsed(self._given[self._whole(name)])
 
     def computed(self, formula: object) -> Any:
         """Return the value of a formula. It is the table's own: no text of a user is one."""
@@ -135,6 +97,11 @@ class _Names(dict[str, Any]):
             return eval(str(formula), {"__builtins__": {}}, self)
         except NameError as error:  # how Python reports a missing name of its own mapping
             raise KeyError(error.name) from None
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether Megatron trains, as it does unless a setting names another backend."""
+        return str(self._given.get(self._trainer.backend, "megatron")).lower() == "megatron"
 
     def _whole(self, name: str) -> str:
         """Return a setting's whole name. Only rows of the table count: other sections have settings of the same end."""
@@ -150,16 +117,27 @@ class _Names(dict[str, Any]):
         return default
 
 
-def _number_of(value: Value) -> Any:
-    """Return a switch as a bool, a number as a float, null as None, and anything else as it is."""
-    if isinstance(value, str) and value.lower() in ("none", "null"):
-        return None
-    switches = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-    if isinstance(value, str) and value.lower() in switches:
-        return switches[value.lower()]
+#: Words of a command or YAML that stand for a value.
+_WORDS = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+    **dict.fromkeys(("none", "null"), None),
+}
+
+
+def parsed(value: Value) -> Any:
+    """Return a switch as a bool, a number as a float, null as None, and anything else as it is.
+
+    >>> parsed("Yes"), parsed("1e-3"), parsed("null"), parsed("grpo")
+    (True, 0.001, None, 'grpo')
+    """
+    if isinstance(value, list):
+        return value
+    if value.lower() in _WORDS:
+        return _WORDS[value.lower()]
     try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        return float(value)
+    except ValueError:
         return value
 
 
@@ -180,9 +158,10 @@ def _is_in(value: Value, values: str) -> bool:
     >>> _is_in("0.00", "0 none"), _is_in("1e-3", "0 none")
     (True, False)
     """
-    known = [_number_of(word) for word in values.lower().split()]
+    # "0", "0.0" and "0.00" are the same setting.
+    known = [parsed(word) for word in values.lower().split()]
     own = value if isinstance(value, list) else [value]
-    return all(_number_of(each.lower()) in known for each in own)
+    return all(parsed(each.lower()) in known for each in own)
 
 
 def trackers(value: Value) -> list[str] | None:
@@ -205,19 +184,6 @@ def image_column(value: str) -> str | None:
     return None
 
 
-def rows(value: str) -> tuple[str | None, str | None]:
-    """Return file and number of `path@[0:64]`, which takes the first rows; no file where it takes others."""
-    match = re.fullmatch(r"(.*?)(?:@\[0?:(\d+)\])?", str(value))
-    if match and "@[" not in match[1]:
-        return (match[1], match[2])
-    return (None, None)
-
-
-def urls(value: Value) -> list[str]:
-    """Return addresses of servers as URLs."""
-    return [f"http://{each}" for each in (value if isinstance(value, list) else [value])]
-
-
 def gpus(value: object) -> int | None:
     """Return how many GPUs a range such as 0-7 has; None for `all`, which depends on the cluster."""
     bounds = re.fullmatch(r"(\d+)-(\d+)", str(value))
@@ -227,5 +193,5 @@ def gpus(value: object) -> int | None:
 
 
 #: What a formula may call.
-FUNCTIONS: dict[str, Any] = {function.__name__: function for function in (trackers, image_column, rows, urls, gpus)}
+FUNCTIONS: dict[str, Any] = {function.__name__: function for function in (trackers, image_column, gpus)}
 FUNCTIONS |= {"max": max, "round": round, "ceil": math.ceil, "len": len, "isinstance": isinstance, "list": list}

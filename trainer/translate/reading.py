@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.config.files import parse_yaml
+from envs.config.text_files import read_text
 from envs.errors import UserError, first_line
 from trainer.translate.conversion import Given, Value
 
@@ -34,30 +35,27 @@ def read_settings(source: str) -> Given:
         UserError: the file cannot be read, or nothing in it is a setting.
     """
     if source.endswith((".yaml", ".yml")) and "\n" not in source and " " not in source:
-        return _of_yaml(_text_of(Path(source)), source)
+        file = Path(source)
+        if not file.is_file():
+            raise UserError("SOURCE", "must be a file here, or a command in quotes", source, "check the path")
+        try:
+            return _of_yaml(read_text(file, source, MAX_BYTES), source)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(source, "must be a readable file", first_line(error), "give the YAML of a run") from error
     if source.endswith((".sh", ".py")) and " " not in source:
         raise UserError(
             "SOURCE", "must be YAML or a command in quotes", source, "give the flags that the script passes"
         )
     try:
+        # A command is copied with its line breaks.
         words = shlex.split(source.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise UserError("SOURCE", "must be a command of a shell", source, f"close the quotes ({error})") from error
+    # The last one wins, as in a command line.
     given = dict(_pairs([word for word in words if not _VARIABLE.fullmatch(word)]))
     if not given:
         raise UserError("SOURCE", "must hold settings", source, "give a command in quotes, or YAML")
     return given
-
-
-def _text_of(file: Path) -> str:
-    try:
-        if not file.is_file():
-            raise UserError("SOURCE", "must be a file here, or a command in quotes", str(file), "check the path")
-        if (size := file.stat().st_size) > MAX_BYTES:
-            raise UserError(str(file), f"must have at most {MAX_BYTES} bytes", size, "give the YAML of a run")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(str(file), "must be a readable file", first_line(error), "give the YAML of a run") from error
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Value]]:
@@ -95,6 +93,7 @@ def _of_yaml(text: str, place: str) -> Given:
     tree = parse_yaml(text, place)
     if not isinstance(tree, dict):
         raise UserError(place, "must be YAML with settings", tree, "give the configuration of a run")
+    # Aliases let a small file hold more values than memory.
     flat = dict(islice(_flat(tree, ""), MAX_VALUES + 1))
     if len(flat) > MAX_VALUES:
         raise UserError(place, f"must have at most {MAX_VALUES} settings", "more", "give the configuration of a run")
@@ -118,6 +117,7 @@ def _resolved(value: Value, flat: Mapping[str, Value]) -> Value:
     """Return a value with its references to others, `${a.b}`, replaced; a few of them may follow each other."""
     if isinstance(value, list):
         return value
+    # A reference to itself would never end.
     for _ in range(5):
         value = _REFERENCE.sub(lambda match: str(flat.get(match[1], match[0])), value)[:1000]
         value = _SUM.sub(_computed, value)

@@ -8,13 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from envs.config.commands import flag_words
-from envs.config.files import text_of
 from envs.config.settings import (
     FieldPath,
     Setting,
-    Settings,
     changed,
-    flag_of,
     has_flag,
     is_tuple,
     leaves,
@@ -25,7 +22,7 @@ from envs.errors import UserError, first_line, shortened
 from envs.safe_text import escape_controls
 from trainer.config.other_trainers import Trainer, other_trainers
 from trainer.config.run import RunConfig
-from trainer.translate.conversion import Given, NoCounterpart, Result, SameHere, Value, convert
+from trainer.translate.conversion import Given, Note, Result, Value, convert
 
 #: The trainers whose commands are translated, by the values of --trainer.
 TRAINERS: Mapping[str, str] = {"slime": "slime", "verl": "verl", "trl": "TRL", "rlinf": "RLinf"}
@@ -43,47 +40,42 @@ _SHOWN = 60
 
 @dataclass(frozen=True)
 class Translation:
-    """A run's configuration, and what could not be said in it.
+    """A run's configuration, and the settings that could not be said in it, each with why: name, value and `Note`.
 
-    Args:
-        trainer: whose settings they were.
-        config: the same run here.
-        lost: the settings without a counterpart, with the reasons.
-        same: the settings that ask for what happens here anyway, with what that is.
-
-    Example: of `--lr 1e-6 --balance-data --moe-foo 3`, `lost` is `[("--moe-foo", "3", "no setting here does this")]`.
+    Example: of `--lr 1e-6 --moe-foo 3`, `unsaid` is `[("--moe-foo", "3", Note("no setting here does this"))]`.
     """
 
     trainer: str
     config: RunConfig
-    lost: tuple[tuple[str, Value, str], ...]
-    same: tuple[tuple[str, Value, str], ...]
+    unsaid: tuple[tuple[str, Value, Note], ...]
 
     def command(self) -> str:
         """Return the command, one flag a line, with only what differs from the defaults.
 
         Variables of the environment before it hold the settings that have no flag.
         """
-        words = list(_words(self.config))
-        variables = [word for word in words if word.startswith(PREFIX)]
-        flags = [word for word in words if not word.startswith(PREFIX)]
-        return " \\\n    ".join([" ".join([*variables, "python -m trainer.run"]), *flags])
-
-    def yaml(self) -> str:
-        """Return a `--config` file with only what differs from the defaults."""
-        sections: dict[str, list[str]] = {}
-        for path, (_, value) in changed(self.config, RunConfig()).items():
-            sections.setdefault(".".join(path[:-1]), []).append(f"{path[-1]}: {text_of(value)}")
-        top = sections.pop("", [])
-        return "\n".join([*top, *(f"{name}:\n  " + "\n  ".join(lines) for name, lines in sections.items())])
+        differing: dict[FieldPath, object] = {_PATHS["env"]: self.config.env.env}
+        differing |= {path: value for path, (_, value) in changed(self.config, RunConfig()).items()}
+        start: list[str] = []
+        flags: list[str] = []
+        for path, value in differing.items():
+            if has_flag(_FIELDS[path[-1]]):
+                flags.append(shlex.join(flag_words(path[-1], value)))
+            else:
+                start.append(f"{PREFIX}{path[-1].upper()}={shlex.quote(str(value))}")
+        return " \\\n    ".join([" ".join([*start, "python -m trainer.run"]), *flags])
 
     def notes(self) -> Iterator[str]:
         """Yield the lines about settings that the configuration does not hold, those with one reason together."""
-        for title, found in (("no counterpart:", self.lost), ("the same here, without a setting:", self.same)):
-            if found:
+        for title, is_same in (("no counterpart:", False), ("the same here, without a setting:", True)):
+            by_reason: dict[str, list[str]] = {}
+            for name, value, note in self.unsaid:
+                if note.is_same == is_same:
+                    by_reason.setdefault(note.reason, []).append(_shown(name, value))
+            if by_reason:
                 yield title
-            for reason in dict.fromkeys(reason for _, _, reason in found):
-                yield f"  {', '.join(_shown(name, value) for name, value, why in found if why == reason)}: {reason}"
+            for reason, shown in by_reason.items():
+                yield f"  {', '.join(shown)}: {reason}"
 
 
 def translate(given: Given, trainer: str = "") -> Translation:
@@ -97,26 +89,41 @@ def translate(given: Given, trainer: str = "") -> Translation:
     else:
         title = _recognized(given)
     theirs = other_trainers()[title]
+    # What a command leaves out is so there too, and may not be so here.
     everything = {**theirs.defaults, **given}
-    fields: dict[str, tuple[Value, str]] = {name: (value, "") for name, value in theirs.always.items()}
-    lost: list[tuple[str, Value, str]] = []
-    same: list[tuple[str, Value, str]] = []
+    settings = {name: Setting(value, f"--{name}") for name, value in theirs.always.items()}
+    unsaid: list[tuple[str, Value, Note]] = []
     for name, value in everything.items():
         spelt = theirs.spelt(name)
-        match _result(theirs, name, value, everything):
-            case NoCounterpart(reason=reason):
-                lost.append((spelt if name in given else f"{spelt} (its default)", value, reason))
-            case SameHere(reason=reason) if name in given:
-                same.append((spelt, value, reason))
-            case dict() as found:
-                for field, each in found.items():
-                    fields[field] = (_joined(field, fields.get(field), each), name)
-    return Translation(title, _validated(fields, title), tuple(lost), tuple(same))
+        result = _result(theirs, name, value, everything)
+        if not isinstance(result, Note):
+            place = f"{title}'s {spelt}"
+            for field, each in result.items():
+                # Trackers and arguments of servers add up.
+                before = settings.get(field)
+                if before and field == "engine_args":
+                    each = f"{before.value} {each}"
+                elif before and field == "tracker":
+                    each = [*dict.fromkeys([*before.value, *each])]
+                settings[field] = Setting(each, place)
+        elif name in given:
+            unsaid.append((spelt, value, result))
+        elif not result.is_same:
+            unsaid.append((f"{spelt} (its default)", value, result))
+    if "context_length" not in settings:  # prompt and response
+        lengths = [settings[name].value for name in ("max_prompt_tokens", "max_new_tokens") if name in settings]
+        known = [int(length) for length in lengths if _COUNT.fullmatch(str(length))]
+        # Never below our default: a short prompt limit says nothing of the context.
+        longest = max(sum(known), RunConfig().model.context_length)
+        settings["context_length"] = Setting(str(longest), "--context-length")
+    config = validate(RunConfig, {_PATHS[name]: setting for name, setting in settings.items()})
+    return Translation(title, config, tuple(unsaid))
 
 
 def _recognized(given: Given) -> str:
     """Return the trainer that knows most of the settings."""
     known = {title: given.keys() & other_trainers()[title].settings.keys() for title in TRAINERS.values()}
+    # Trainers share names such as --lr, so the most known ones decide.
     best = max(known, key=lambda title: len(known[title]))
     if not known[best]:
         names = ", ".join(list(given)[:8])
@@ -129,74 +136,31 @@ def _result(theirs: Trainer, name: str, value: Value, given: Given) -> Result:
     try:
         result = convert(theirs, name, value, given)
     except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
-        return NoCounterpart(f"could not be converted ({first_line(error)})")
-    if isinstance(result, SameHere):
+        return Note(f"could not be converted ({first_line(error)})")
+    if isinstance(result, Note) and result.is_same:
         return result
-    if _UNRESOLVED.search(str(value if isinstance(result, NoCounterpart) else result)):
-        return NoCounterpart("only the running script knows the value")
-    if isinstance(result, NoCounterpart):
+    if _UNRESOLVED.search(str(value if isinstance(result, Note) else result)):
+        return Note("only the running script knows the value")
+    if isinstance(result, Note):
         return result
     return _fitting(result)
 
 
 def _fitting(found: Mapping[str, Value]) -> Result:
-    """Return the values, or why our settings cannot have them: a part of a thing, or several things for one."""
+    """Return the values as our settings take them, or why they cannot: a part of a thing, or several things for one."""
+    fitting: dict[str, Value] = {}
     for name, value in found.items():
-        annotation = _FIELDS[name].annotation
-        if isinstance(value, list) and not is_tuple(_FIELDS[name]) and len(value) != 1:
-            return NoCounterpart("several are one file, folder or column here")
-        if annotation in (int, int | None) and re.fullmatch(r"[\d.]+", str(value)) and "." in value:
-            return NoCounterpart(f"{value} is no whole number of at least 1")
-    return {name: _single(name, value) for name, value in found.items()}
-
-
-def _single(name: str, value: Value) -> Value:
-    """Return the only item of a list where ours is no list."""
-    if isinstance(value, list) and not is_tuple(_FIELDS[name]):
-        return value[0]
-    return value
-
-
-def _joined(field: str, before: tuple[Value, str] | None, value: Value) -> Value:
-    """Return a value with what other settings gave the same field: trackers and arguments of servers add up."""
-    if before is None or not before[1]:
-        return value
-    if field == "engine_args":
-        return f"{before[0]} {value}"
-    if field == "tracker" and isinstance(before[0], list) and isinstance(value, list):
-        return [*dict.fromkeys([*before[0], *value])]
-    return value
-
-
-def _validated(fields: Mapping[str, tuple[Value, str]], title: str) -> RunConfig:
-    """Return the configuration; errors name the trainer's own setting."""
-    settings: Settings = {}
-    theirs = other_trainers()[title]
-    for name, (value, source) in fields.items():
-        if is_tuple(_FIELDS[name]) and not isinstance(value, list):
-            value = [value]
-        if source:
-            place = f"{title}'s {theirs.spelt(source)}"
-        else:
-            place = flag_of(name, _FIELDS[name])
-        settings[_PATHS[name]] = Setting(value, place)
-    if _PATHS["context_length"] not in settings:  # prompt and response
-        lengths = (settings.get(_PATHS[name]) for name in ("max_prompt_tokens", "max_new_tokens"))
-        known = [int(length.value) for length in lengths if length and _COUNT.fullmatch(str(length.value))]
-        longest = max(sum(known), RunConfig().model.context_length)
-        settings[_PATHS["context_length"]] = Setting(str(longest), "--context-length")
-    return validate(RunConfig, settings)
-
-
-def _words(config: RunConfig) -> Iterator[str]:
-    """Yield the flags and variables, quoted for a shell, that differ from the defaults; `--env` always."""
-    differing: dict[FieldPath, object] = {_PATHS["env"]: config.env.env}
-    differing |= {path: value for path, (_, value) in changed(config, RunConfig()).items()}
-    for path, value in differing.items():
-        if has_flag(_FIELDS[path[-1]]):
-            yield shlex.join(flag_words(path[-1], value))
-        else:
-            yield f"{PREFIX}{path[-1].upper()}={shlex.quote(str(value))}"
+        field = _FIELDS[name]
+        items = value if isinstance(value, list) else [value]
+        if is_tuple(field):
+            fitting[name] = items
+            continue
+        if len(items) != 1:
+            return Note("several are one file, folder or column here")
+        if field.annotation in (int, int | None) and re.fullmatch(r"\d*\.\d*", items[0]):
+            return Note(f"{items[0]} is no whole number of at least 1")
+        fitting[name] = items[0]
+    return fitting
 
 
 def _shown(name: str, value: Value) -> str:

@@ -46,7 +46,18 @@ def test_every_model_of_a_run_has_the_video_settings_of_the_model_that_it_began_
     (base / "video_preprocessor_config.json").write_text(video)
     own = {file.name for file in base.iterdir()}
     small = ["--steps", "1", "--problems-per-step", "1", "--group-size", "2", "--train-size", "2", "--eval-size", "1"]
-    argv = ["--model", str(base), *small, "--eval-every", "1", "--max-new-tokens", "24", "--tracker="]
+    argv = [
+        "--model",
+        str(base),
+        *small,
+        "--eval-every",
+        "1",
+        "--max-new-tokens",
+        "24",
+        "--tracker=",
+        "--doctor",
+        "off",
+    ]
     assert run([*argv, "--out", str(tmp_path), "--name", "run"]) == 0
     assert export([str(folder), "--to", str(tmp_path / "exported")]) == 0
     for saved in (folder / "model", folder / "best", tmp_path / "exported"):

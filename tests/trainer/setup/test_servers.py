@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from agents.engines.sglang import SGLangEngine
 from agents.model.architectures import ModelFacts
 from agents.rendering.renderer import Renderer
 from envs.errors import UserError
@@ -19,7 +20,8 @@ from trainer.config.inputs import ModelConfig
 from trainer.config.learner import ClusterConfig
 from trainer.config.rollout import EngineConfig, RolloutConfig, ServersConfig
 from trainer.config.run import RunConfig
-from trainer.setup.engines import own_servers
+from trainer.setup.engines import run_engine
+from trainer.setup.model_source import OpenedModel
 from trainer.setup.servers import check_server, engine_api_key, server_settings
 
 
@@ -48,6 +50,10 @@ def test_what_the_run_asks_of_its_servers_reaches_their_settings(tmp_path: Path)
     assert settings.arguments == ("--disable-cuda-graph", "--page-size=16")
 
 
+def opened(checkpoint: Path, renderer: Renderer) -> OpenedModel:
+    return OpenedModel(str(checkpoint), ModelFacts.load(checkpoint), renderer)
+
+
 @pytest.mark.parametrize(
     ("flags", "here", "share"),
     [
@@ -72,8 +78,8 @@ def test_servers_take_more_of_a_gpu_that_no_learner_is_on(
     monkeypatch.setattr("torch.cuda.device_count", lambda: here)
     config = RunConfig(engine=EngineConfig(engine="sglang", **flags), cluster=ClusterConfig(num_gpus=1))
     with ExitStack() as cleanup:
-        engine = own_servers(config, checkpoint, renderer, tmp_path, None, cleanup)
-    assert engine
+        engine = run_engine(config, opened(checkpoint, renderer), tmp_path, None, cleanup)
+    assert isinstance(engine, SGLangEngine)
     assert engine.settings.mem_fraction == share
 
 
@@ -81,8 +87,8 @@ def test_started_servers_are_told_to_keep_their_cache(checkpoint: Path, renderer
     ahead = RolloutConfig(max_staleness=1, keep_kv_cache=True)
     config = RunConfig(engine=EngineConfig(engine="sglang"), rollout=ahead)
     with ExitStack() as cleanup:
-        engine = own_servers(config, checkpoint, renderer, tmp_path, None, cleanup)
-    assert engine
+        engine = run_engine(config, opened(checkpoint, renderer), tmp_path, None, cleanup)
+    assert isinstance(engine, SGLangEngine)
     assert engine.settings.keeps_kv_cache
 
 

@@ -42,7 +42,7 @@ from tests.agents.engines.sglang_server import main
 main()
 """
 START = ("--env", "geo3k", "--steps", "1", "--eval-size", "0", "--group-size", "2", "--problems-per-step", "1")
-SMALL = (*START, "--max-new-tokens", "8", "--train-size", "4", "--record", "0", "--tracker=", "--save-every", "0")
+SMALL = (*START, "--max-new-tokens", "8", "--train-size", "4", "--record", "0", "--tracker=", "--doctor", "off")
 TIME_S = 120.0
 
 
@@ -86,10 +86,13 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_server_starts_before_the_learner_is_there_and_finds_the_cache_folders(
+def test_a_server_starts_before_the_learner_is_there_and_knows_of_its_adapters_and_the_cache_folders(
     run: Callable[..., Command], tmp_path: Path
 ) -> None:
-    with run(AFTER_THE_LEARNER) as training:  # if the learner waited for the server, neither would ever come
+    adapters = ("--lora-rank", "2") if importlib.util.find_spec("peft") else ()
+    with run(
+        AFTER_THE_LEARNER, "--save-every", "0", *adapters
+    ) as training:  # if the learner waited for the server, neither would ever come
         code = training.wait(TIME_S)
         assert code == 0, training.output("stderr") + training.output("stdout")
         printed = training.output("stdout")
@@ -100,18 +103,10 @@ def test_a_server_starts_before_the_learner_is_there_and_finds_the_cache_folders
     stages = {stage["name"]: stage for stage in json.loads(summary.read_text())["start"]}
     assert stages["server 0"]["start_s"] <= stages["the learner"]["start_s"]
     assert stages["the learner"]["end_s"] <= stages["server 0"]["end_s"] <= stages["the first step"]["start_s"]
+    (log,) = (tmp_path / "out").glob("*/servers/sglang-0.log")
+    assert ("--enable-lora" in log.read_text()) == bool(adapters)
     (line,) = re.findall(r"^start: .*$", printed, re.MULTILINE)
     assert "server 0" in line and printed.index(line) < printed.index("step   1/1")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-def test_a_server_that_started_before_the_learner_knows_the_key_of_a_run_that_trains_adapters(
-    run: Callable[..., Command], tmp_path: Path
-) -> None:
-    with run(AFTER_THE_LEARNER, "--lora-rank", "2", "--doctor", "off") as training:
-        assert training.wait(TIME_S) == 0, training.output("stderr") + training.output("stdout")
-    (log,) = (tmp_path / "out").glob("*/servers/sglang-0.log")
-    assert "--enable-lora" in log.read_text()
 
 
 def test_a_learner_that_cannot_be_built_ends_the_servers_and_leaves_no_folder(

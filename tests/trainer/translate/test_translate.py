@@ -27,7 +27,7 @@ from trainer.config.other_trainers import other_trainers
 from trainer.config.run import RunConfig
 from trainer.config.sources import SOURCES
 from trainer.translate.__main__ import run
-from trainer.translate.conversion import FUNCTIONS
+from trainer.translate.conversion import FUNCTIONS, Note
 from trainer.translate.reading import read_settings
 from trainer.translate.translation import TRAINERS, Translation, translate
 
@@ -322,16 +322,6 @@ def test_a_configuration_of_trl_is_converted_to_our_units(tmp_path: Path, capsys
     assert "reward_funcs accuracy_reward think_format_reward: write each for a finished episode" in text
 
 
-@pytest.mark.parametrize("name", SOURCES_OF)
-def test_the_file_that_is_printed_gives_the_same_run_as_the_command(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config, _ = translated(capsys, written(tmp_path, name))
-    assert run([written(tmp_path, name), "--yaml"]) == 0
-    (tmp_path / "ours.yaml").write_text(capsys.readouterr().out)
-    assert parse(RunConfig, ["--config", str(tmp_path / "ours.yaml")], "", "", SOURCES) == config
-
-
 @pytest.mark.parametrize(
     ("command", "field", "value"),
     [
@@ -344,13 +334,11 @@ def test_the_file_that_is_printed_gives_the_same_run_as_the_command(
         ("--rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 64", "minibatches", 4),
         ("--rollout-batch-size 32 --over-sampling-batch-size 48", "oversample", 1.5),
         ("--num-rollout 200 --lr-warmup-fraction 0.05", "warmup_steps", 10),
-        ("--prompt-data rows.jsonl@[0:64]", "train_size", 64),
         ("--rollout-num-gpus 8 --rollout-num-gpus-per-engine 2", "num_servers", 4),
         ("--actor-num-nodes 2 --actor-num-gpus-per-node 8", "num_gpus", 16),
         ("--rollout-max-prompt-len 1000 --rollout-max-response-len 9000", "context_length", 10_000),
         ("--advantage-estimator gspo", "policy_loss", "gspo"),
         ("--partial-rollout", "stop_early", True),
-        ("--rollout-external-engine-addrs a:1 b:2", "engine_url", ("http://a:1", "http://b:2")),
         ("--use-wandb --use-tensorboard", "tracker", ("wandb", "tensorboard")),
         ('--multimodal-keys \'{"image": "image"}\'', "image_keys", "image"),
         ("--eval-prompt-data geo3k rows.parquet", "eval_data", "rows.parquet"),
@@ -409,6 +397,8 @@ def test_values_of_verl_trl_and_rlinf_are_converted(
         ("--lr ${LR}", "--lr ${LR}: only the running script knows the value"),
         ("--global-batch-size 64", "could not be converted (KeyError: 'rollout_batch_size')"),
         ("--moe-foo 3", "--moe-foo 3: no setting here does this"),
+        ("--prompt-data rows.jsonl@[0:64]", "rows.jsonl@[0:64]: give the file to --data, and how many"),
+        ("--rollout-external-engine-addrs a:1", "a:1: give each server to --engine-url, as http://HOST:PORT"),
         ("--use-tis maybe", "--use-tis maybe: known here: true, false"),
         ("--hf-checkpoint m --ref-load other", "--ref-load other: the reference of --kl-coef is the --model"),
         ("--lr 1e-6", "--lr-decay-style (its default) linear: known here: constant, cosine"),
@@ -508,7 +498,7 @@ def test_a_source_that_grows_without_end_is_left_in_time(name: str, text: str, t
 
 
 def test_every_row_of_the_table_is_of_a_known_kind_and_names_settings_of_ours() -> None:
-    kinds = {"to", "words", "is", "ranks", "server", "if", "same", "lost", "only_if", "used"}
+    kinds = {"to", "words", "is", "ranks", "if", "same", "lost", "only_if"}
     fields = {path[-1] for path, _ in leaves(RunConfig)}
     for trainer in other_trainers().values():
         for name in trainer.defaults:
@@ -539,7 +529,7 @@ def test_a_value_that_python_cannot_read_is_a_line_or_an_error_of_one(trainer: s
 @pytest.mark.parametrize(("trainer", "name"), [("verl", "trainer.logger"), ("trl", "report_to")])
 def test_a_tracker_that_is_not_here_is_named(trainer: str, name: str) -> None:
     found = translate({name: ["wandb", "swanlab"]}, trainer)
-    assert (name, ["wandb", "swanlab"], "known here: tensorboard, wandb, trackio") in found.lost
+    assert (name, ["wandb", "swanlab"], Note("known here: tensorboard, wandb, trackio")) in found.unsaid
     assert found.config.log.tracker == RunConfig().log.tracker
     assert translate({name: ["console", "wandb"]}, trainer).config.log.tracker == ("wandb",)
 
@@ -573,5 +563,5 @@ def test_any_settings_give_a_command_that_our_parser_reads_or_one_line(trainer: 
         return
     assert isinstance(found, Translation)
     assert read_back(found.command()) == found.config
-    lost = {name: reason for name, _, reason in found.lost}
+    lost = {name: note.reason for name, _, note in found.unsaid if not note.is_same}
     assert ("other" in given_settings) == (lost.get(theirs.spelt("other")) == "no setting here does this")
