@@ -220,10 +220,6 @@ def choose_variables(dtype: str) -> dict[str, tuple[str, str]]:
     chosen = {
         "OMP_NUM_THREADS": ("1", "images are read 1.5 times as fast as with torch's threads"),
         "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": ("agents.engines.sglang.in_server", "each image crosses once"),
-        "SGLANG_EXTERNAL_MODEL_PACKAGE": (
-            "agents.engines.sglang.in_server.scheduler",
-            "images travel as levels, and graphs encode them",
-        ),
         "SGLANG_VLM_CACHE_SIZE_MB": (
             "1024",
             "100 hold six encoded images of 1,024 tokens at 2B: others are encoded anew",

@@ -53,7 +53,6 @@ from agents.engines.hf import HFEngine
 from agents.engines.hf_batch import CachedPrefix
 from agents.engines.sglang.images import HELLO
 from agents.engines.sglang.in_server.kept_images import (
-    Allocate,
     Grid,
     ImageAddress,
     ImageError,
@@ -373,11 +372,9 @@ class Emulator:
         assert self.renderer.images
         return self.renderer.images.process(Image.open(io.BytesIO(png)))
 
-    def _cut(self, png: bytes, allocate: Allocate) -> Grid:
+    def _cut(self, png: bytes) -> tuple[Tensor, Grid]:
         image = self._read(png)
-        rows, columns = image.pixels_PD.shape
-        allocate((rows, columns), torch.float32).copy_(torch.from_numpy(image.pixels_PD))
-        return image.grid_thw
+        return torch.from_numpy(image.pixels_PD), image.grid_thw
 
     def _mapped(self, address: ImageAddress) -> ProcessedImage:
         time, height, width = address.grid_thw
