@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from agents.engines.sglang.server_arguments import choose_variables
+from agents.engines.sglang.server_arguments import choose_arguments, choose_variables, launch_command, server_gpus
 from agents.engines.sglang.server_facts import Host
 from agents.engines.sglang.settings import ServerPlace, SGLangSettings
 from agents.model.kernel_cache import keep_kernels
+from envs.errors import UserError
 
 STOP_S = 10.0
 #: Longest wait for the end of a log once its server has ended, and the longest line that is read as one.
@@ -75,14 +76,21 @@ class LocalLauncher:
     """Starts servers on this host."""
 
     def check(self, settings: SGLangSettings) -> None:
-        """Raise `UserError` if servers share a GPU whose memory is too small for them."""
+        """Raise `UserError` if this host has too few GPUs for the servers."""
         host = Host.here()
-        for number in range(settings.num_servers):
-            settings.chosen_arguments(settings.place_here(number, 0, host), host)
+        used = [gpu for number in range(settings.num_servers) for gpu in _gpus(settings, number)]
+        if host.num_gpus and len(set(used)) < len(used):
+            # While it starts, a server counts what others on its GPU take as its own.
+            rule = f"must leave each server GPUs of its own: this host has {host.num_gpus}"
+            raise UserError("--num-servers", rule, settings.num_servers, "give less")
 
     def launch(self, settings: SGLangSettings, number: int, port: int) -> LocalProcess:
         """Start a server on its GPUs of this host."""
-        return LocalProcess(settings, number, settings.place_here(number, port, Host.here()))
+        return LocalProcess(settings, number, ServerPlace(port, first_gpu=_gpus(settings, number)[0]))
+
+
+def _gpus(settings: SGLangSettings, number: int) -> range:
+    return server_gpus(settings.first_gpu, number, settings.tensor_parallel, Host.here().num_gpus)
 
 
 class LocalProcess:
@@ -91,17 +99,13 @@ class LocalProcess:
     node = ""
 
     def __init__(self, settings: SGLangSettings, number: int, place: ServerPlace) -> None:
-        """Start the server, which asks for the key of `settings`.
-
-        Raises:
-            UserError: it shares a GPU whose memory is too small.
-        """
+        """Start the server, which asks for the key of `settings`."""
         keep_kernels()
         self.url = f"http://{place.address}:{place.port}"
-        chosen = settings.chosen_arguments(place, Host.here())
+        chosen = choose_arguments(settings, place, Host.here())
         settings.log_folder.mkdir(parents=True, exist_ok=True)
         self.log_path = settings.log_folder / f"sglang-{number}.log"
-        command = settings.launch_command(chosen)
+        command = launch_command(settings, chosen)
         inherited = []
         self.key_file = None
         if settings.gives_key:
