@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 import aiohttp
 
@@ -37,9 +36,6 @@ IDLE_S = 5.0
 #: rank 0, which then knows why.
 JOIN_S = 150.0
 RECEIVE_S = 150.0
-#: Tries to read a release. A server of an unknown one may be sent what ends it.
-RELEASE_TRIES = 3
-
 #: Bytes of an answer; the log-probs of a million tokens take about 30 MiB.
 MAX_ANSWER = 2**26
 
@@ -56,42 +52,20 @@ def uses_proxy(url: str) -> bool:
     return urlsplit(url).hostname not in LOCAL_HOSTS
 
 
-class _NoRedirects(HTTPRedirectHandler):
-    """Makes a redirect an `HTTPError`: urllib would send the key on to whatever host it names."""
+def ask(url: str, path: str, api_key: str, timeout_s: float = 10.0) -> Any:
+    """Return what a server answers to a GET, without an event loop; errors are those of `SGLangClient.call`."""
 
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
-        """Return no request to go on with."""
+    async def one() -> Any:
+        async with aiohttp.ClientSession(trust_env=uses_proxy(url), headers=authorization(api_key)) as http:
+            return await SGLangClient(url, http).call(path, timeout_s=timeout_s)
 
-
-def ask(url: str, path: str, api_key: str, body: bytes | None = None, timeout_s: float = 10.0) -> bytes:
-    """Return what a server answers, without an event loop.
-
-    Raises:
-        OSError: no whole answer in time, or one of another status than 200.
-        ValueError: the answer is longer than `MAX_ANSWER`.
-    """
     thread = DaemonThread("question")
-    answer = thread.begin(lambda: _ask(url, path, api_key, body, timeout_s))
+    answer = thread.begin(lambda: asyncio.run(one()))
     thread.end()
-    # urllib's own limit begins anew with each byte.
     try:
-        return answer.result(timeout_s)
-    except TimeoutError:
-        raise TimeoutError(f"no whole answer within {timeout_s:g} s") from None
-
-
-def _ask(url: str, path: str, api_key: str, body: bytes | None, timeout_s: float) -> bytes:
-    if uses_proxy(url):
-        proxies = ()
-    else:
-        proxies = (ProxyHandler({}),)
-    headers = authorization(api_key) | {"Content-Type": "application/json"}
-    request = Request(f"{url.rstrip('/')}/{path}", body, headers)
-    with build_opener(_NoRedirects(), *proxies).open(request, timeout=timeout_s) as answer:
-        content = answer.read(MAX_ANSWER + 1)
-    if len(content) > MAX_ANSWER:
-        raise ValueError(f"the answer has more than {MAX_ANSWER} bytes")
-    return content
+        return answer.result(timeout_s + 1.0)
+    except TimeoutError:  # an event loop waits for a name that is being looked up, however long that takes
+        raise ServerLost(f"{url}/{path}: no whole answer within {timeout_s:g} s") from None
 
 
 async def _text(response: aiohttp.ClientResponse) -> str:
@@ -126,7 +100,6 @@ class SGLangClient:
         self.node = ""
         #: Whether it was started with what it needs to free memory.
         self.frees_memory = False
-        self._model_type = ""
         self._waits: set[asyncio.Timeout] = set()
 
     @property
@@ -139,10 +112,8 @@ class SGLangClient:
         """What is not known of that release; "" if nothing."""
         return self.release.doubt
 
-    async def call(
-        self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None, key: str = ""
-    ) -> Any:
-        """Send a POST with the body, or a GET without one; return the decoded answer. Proves another `key` if given.
+    async def call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
+        """Send a POST with the body, or a GET without one; return the decoded answer.
 
         Raises:
             ServerLost: no answer, one of status 5xx, or one that cannot be decoded.
@@ -159,8 +130,7 @@ class SGLangClient:
                     f"{self.url}/{path}",
                     json=body,
                     timeout=timeout,
-                    allow_redirects=False,
-                    headers=authorization(key),
+                    allow_redirects=False,  # the key would go to whatever host is named
                 ) as response:
                     text = await _text(response)
                     if response.status == 200:
@@ -177,11 +147,10 @@ class SGLangClient:
             raise ServerLost(f"{self.url}/{path}: {type(error).__name__} {error}".strip()) from error
         finally:
             self._waits.discard(wait)
+        said = f"{self.url}/{path}: status {response.status}: {self._without_key(text)[:1000]}"
         if response.status >= 500:
-            kind = ServerLost
-        else:
-            kind = ServerRefused
-        raise kind(f"{self.url}/{path}: status {response.status}: {self._without_key(text)[:1000]}")
+            raise ServerLost(said)
+        raise ServerRefused(said, response.status)
 
     def _without_key(self, text: str) -> str:
         """Return what a server said; one may repeat the headers that it got."""
@@ -201,26 +170,22 @@ class SGLangClient:
         return not await self.silence()
 
     async def silence(self) -> str:
-        """Return why the server does not answer; "" if it does."""
+        """Return why the server does not answer; "" if it does, and names its release unless it refuses to."""
         try:
-            answer = await self.call("model_info", timeout_s=ALIVE_S)
+            model = await self.call("model_info", timeout_s=ALIVE_S)
+            try:
+                server = await self.call("server_info", timeout_s=ALIVE_S)
+            except ServerRefused:  # a gateway
+                server = None
         except (ServerLost, ServerRefused) as error:
             return str(error)
-        if isinstance(answer, dict):
-            self._model_type = str(answer.get("model_type"))
+        model_type = model.get("model_type") if isinstance(model, dict) else None
+        if isinstance(server, dict):
+            self.release = Release.of(server, str(model_type))
+            self.frees_memory = server.get("enable_memory_saver") is True
         else:
-            self._model_type = ""
+            self.release = UNKNOWN
         return ""
-
-    async def asks_for_key(self) -> bool:
-        """Whether the server refuses another key."""
-        try:
-            await self.call("model_info", timeout_s=ALIVE_S, key="another")
-        except ServerRefused:
-            return True
-        except ServerLost:
-            pass
-        return False
 
     async def keeps_images(self) -> bool:
         """Whether the server has our image processor, which keeps what it has been sent."""
@@ -232,21 +197,6 @@ class SGLangClient:
         except ServerLost:  # SGLang answers status 500 to what it cannot read
             pass
         return False
-
-    async def read_release(self) -> None:
-        """Read which release of SGLang a server that is alive runs; it stays unknown where the server does not say."""
-        self.release = UNKNOWN
-        for _ in range(RELEASE_TRIES):
-            try:
-                answer = await self.call("server_info", timeout_s=ALIVE_S)
-            except ServerLost:  # a busy server answers late
-                continue
-            except ServerRefused:
-                return
-            if isinstance(answer, dict):
-                self.release = Release.of(answer, self._model_type)
-                self.frees_memory = answer.get("enable_memory_saver") is True
-            return
 
     async def weight_version(self) -> str:
         """Return the version of the weights that the server reports."""

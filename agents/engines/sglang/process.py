@@ -112,19 +112,15 @@ class LocalProcess:
             self.key_file, key = _pipe_with(settings.api_key)
             command += ["--config", str(self.key_file)]
             inherited.append(key)
-        variables = choose_variables(settings.dtype)
-        reasons = [f"{shlex.join(argument.words)}: {argument.reason}" for argument in chosen if argument.reason]
-        reasons += [f"{name}={value}: {why}" for name, (value, why) in variables.items() if name not in os.environ]
         log = self.log_path.open("ab", buffering=0)
-        head = "".join([f"$ {shlex.join(command)}\n", *(f"# {reason}\n" for reason in reasons)])
-        log.write(_without_key(head.encode(), settings.api_key))
+        log.write(_without_key(f"$ {shlex.join(command)}\n".encode(), settings.api_key))
         self.popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**{name: value for name, (value, _) in variables.items()}, **os.environ},
+            env=choose_variables(settings.dtype) | os.environ,
             pass_fds=inherited,
         )
         for key in inherited:

@@ -1,4 +1,4 @@
-"""Chooses the arguments of an SGLang server that we start, each with the reason for it.
+"""Chooses the arguments of an SGLang server that we start.
 
 What the run wants (`SGLangSettings`), where the server goes and what its host has come in, arguments go out. The user's
 arguments have the last word. Names and rules are those of SGLang 0.5.15.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from agents.engines.sglang import launch
 from agents.engines.sglang.routing import most_sessions
 from agents.engines.sglang.server_facts import Host, max_positions
 from agents.engines.sglang.settings import ServerPlace, SGLangSettings
 
+#: The words of one argument: its name and its values.
+Words = tuple[str, ...]
 #: The largest batch that is captured as a CUDA graph. SGLang counts 2 MiB for each of its rows.
 MAX_CAPTURED = 512
 #: So many turns that are written let one more wait to be read: with 128, sixteen are read at once.
@@ -24,111 +26,114 @@ CONTEXT_MARGIN = 64
 #: The port at which the processes of a server meet, counted from its own (`agents.engines.sglang.process`).
 MEETING_PORT = 50
 
+_GRAPHS = ("--disable-cuda-graph", "--cuda-graph-config")
+_DECODE_GRAPHS = ("--cuda-graph-max-bs", "--cuda-graph-max-bs-decode", "--cuda-graph-bs", "--cuda-graph-backend-decode")
+_PREFILL_GRAPHS = ("--cuda-graph-backend-prefill", "--cuda-graph-bs-prefill", "--cuda-graph-max-bs-prefill")
+_OLD_GRAPHS = ("--enable-breakable-cuda-graph", "--enforce-piecewise-cuda-graph", "--piecewise-cuda-graph-tokens")
+#: By the name of a chosen argument: the user's arguments beside which it is not given.
+NOT_BESIDE: dict[str, Words] = {
+    # Each data-parallel worker needs a port of its own.
+    "--nccl-port": ("--dp-size", "--data-parallel-size"),
+    "--cuda-graph-bs-decode": (
+        *_GRAPHS,
+        *_DECODE_GRAPHS,
+        "--disable-decode-cuda-graph",
+        "--disable-cuda-graph-padding",
+    ),
+    "--disable-prefill-cuda-graph": (
+        *_GRAPHS,
+        *_PREFILL_GRAPHS,
+        *_OLD_GRAPHS,
+        "--disable-piecewise-cuda-graph",
+        "--piecewise-cuda-graph-max-tokens",
+    ),
+    # With the third, SGLang would wait without a limit, for as many free places as it ever read at once.
+    "--enable-prefill-delayer": (
+        "--prefill-delayer-queue-min-ratio",
+        "--prefill-delayer-max-delay-ms",
+        "--max-running-requests",
+        "--disable-overlap-schedule",
+    ),
+}
 
-@dataclass(frozen=True)
-class Argument:
-    """One argument of the server, why it is given, and the user's arguments beside which it is not.
 
-    Example: `Argument(("--grammar-backend", "none"), "no request has a grammar")`.
-    """
-
-    words: tuple[str, ...]
-    reason: str = ""
-    not_beside: tuple[str, ...] = ()
-
-
-def choose_arguments(settings: SGLangSettings, place: ServerPlace, host: Host) -> list[Argument]:
+def choose_arguments(settings: SGLangSettings, place: ServerPlace, host: Host) -> list[Words]:
     """Return the arguments with which a server is fast and right for what a run asks of it.
 
-    Example, the first two after the model and the place, for Qwen3-VL in bfloat16 on an H100 with all of sgl_kernel::
+    Example, two of those for Qwen3-VL in bfloat16 on an H100 with all of sgl_kernel::
 
-        Argument(("--attention-backend", "fa3"), "Hopper, and sgl_kernel has FlashAttention-3")
-        Argument(("--mm-attention-backend", "fa3"))
+        ("--attention-backend", "fa3"), ("--mm-attention-backend", "fa3")
     """
-    own = {
-        "--model-path": settings.model_path,
-        "--tp-size": str(settings.tensor_parallel),
-        "--port": str(place.port),
-        "--host": place.address,
-        "--dtype": settings.dtype,
-        "--base-gpu-id": str(place.first_gpu),
-        "--weight-version": "0",
-        "--log-level": "warning",
-    }
-    chosen = [
-        *map(Argument, own.items()),
-        Argument(
-            ("--nccl-port", str(place.port + MEETING_PORT)),
-            "the port that SGLang chooses is anybody's until the weights are loaded",
-            ("--dp-size", "--data-parallel-size"),  # its workers need a port each
-        ),
-        *_attention(settings, place, host),
-        Argument(
-            ("--sampling-backend", "pytorch"),
-            "requests have no top-k and top-p: every backend draws with torch, and this one compiles nothing",
-        ),
-        Argument(("--grammar-backend", "none"), "no request has a grammar"),
-        Argument(("--skip-server-warmup",), "the first request compiles the same kernels"),
-        Argument(("--mem-fraction-static", f"{settings.mem_fraction:g}"), "--mem-fraction"),
-        *_graphs(settings),
+    text, tower = _attention(settings, place, host)
+    chosen: list[Words] = [
+        ("--model-path", settings.model_path),
+        ("--tp-size", str(settings.tensor_parallel)),
+        ("--port", str(place.port)),
+        ("--host", place.address),
+        ("--dtype", settings.dtype),
+        ("--base-gpu-id", str(place.first_gpu)),
+        ("--weight-version", "0"),
+        ("--log-level", "warning"),
+        ("--mem-fraction-static", f"{settings.mem_fraction:g}"),
+        # The port that SGLang chooses is anybody's until the weights are loaded.
+        ("--nccl-port", str(place.port + MEETING_PORT)),
+        ("--attention-backend", text),
+        ("--mm-attention-backend", tower),
+        # Requests have no top-k and top-p: every backend draws with torch, and this one compiles nothing.
+        ("--sampling-backend", "pytorch"),
+        # No request has a grammar.
+        ("--grammar-backend", "none"),
+        # The first request compiles the same kernels.
+        ("--skip-server-warmup",),
+        ("--cuda-graph-bs-decode", *map(str, capture_sizes(min(_sessions(settings), MAX_CAPTURED)))),
+        # It would capture over 50 sizes, and SGLang has none for images.
+        ("--disable-prefill-cuda-graph",),
         *_turns_together(settings),
         *_context(settings),
-        *_adapters(settings),
     ]
+    if settings.lora_rank:
+        chosen += [
+            ("--enable-lora",),
+            ("--max-lora-rank", str(settings.lora_rank)),
+            ("--lora-target-modules", *settings.lora_targets),
+            ("--max-loras-per-batch", "2"),  # the one that writes, and none
+        ]
     if settings.frees_memory and host.has_memory_saver:
-        chosen.append(Argument(("--enable-memory-saver",), "the learner trains on its GPU"))
-    if settings.dtype != "float32":  # as `agents.model.policy.float32_logits`
-        chosen.append(Argument(("--enable-fp32-lm-head",), "log-probs of the learner come from float32 logits"))
+        chosen.append(("--enable-memory-saver",))
+    if settings.dtype != "float32":
+        # The learner's log-probs come from float32 logits too: `agents.model.policy.float32_logits`.
+        chosen.append(("--enable-fp32-lm-head",))
     given = {word.partition("=")[0] for word in settings.arguments}
-    return [argument for argument in chosen if given.isdisjoint((argument.words[0], *argument.not_beside))]
+    return [words for words in chosen if given.isdisjoint((words[0], *NOT_BESIDE.get(words[0], ())))]
 
 
-def launch_command(settings: SGLangSettings, chosen: Sequence[Argument]) -> list[str]:
+def launch_command(settings: SGLangSettings, chosen: Sequence[Words]) -> list[str]:
     """Return the command that starts a server with chosen arguments, and then the user's.
 
     Of an argument that is given twice, in whatever spelling, SGLang's parser takes the last.
     """
-    words = [word for argument in chosen for word in argument.words]
-    return [sys.executable, "-m", "agents.engines.sglang.launch", *settings.command, *words, *settings.arguments]
+    words = [word for argument in chosen for word in argument]
+    # As a file: as a module it would import its package first, which takes half a second.
+    return [sys.executable, launch.__file__, *settings.command, *words, *settings.arguments]
 
 
-def _attention(settings: SGLangSettings, place: ServerPlace, host: Host) -> list[Argument]:
+def _attention(settings: SGLangSettings, place: ServerPlace, host: Host) -> tuple[str, str]:
+    """Return the attention of the decoder and of the vision tower; triton and sdpa have every dtype on every GPU."""
     generation = 0
     if place.first_gpu < len(host.generations):
         generation = host.generations[place.first_gpu]
-    text = "triton"
-    tower = "sdpa"
-    reason = "these kernels need no other package, and have every dtype"
-    if settings.dtype != "float32":
-        if generation == 9 and host.has_fa3:
-            text = tower = "fa3"
-            reason = "Hopper, and sgl_kernel has FlashAttention-3"
-        elif generation in (8, 9):
-            # SGLang's sdpa copies a mask of all pairs of patches from the host in every layer.
-            tower = "triton_attn"
-    return [Argument(("--attention-backend", text), reason), Argument(("--mm-attention-backend", tower))]
+    if settings.dtype == "float32" or generation not in (8, 9):
+        return "triton", "sdpa"
+    if generation == 9 and host.has_fa3:
+        return "fa3", "fa3"
+    # Here SGLang's sdpa would copy a mask of all pairs of patches from the host in every layer.
+    return "triton", "triton_attn"
 
 
-def _graphs(settings: SGLangSettings) -> list[Argument]:
-    """Return what is captured as CUDA graphs: decode steps of as many rows as a server may have sessions."""
+def _sessions(settings: SGLangSettings) -> int:
+    """Return how many sessions one server may have at once."""
     mean = settings.max_sessions / settings.num_servers
-    sessions = min(settings.max_sessions, math.ceil(most_sessions(mean)))
-    of_both = ("--disable-cuda-graph", "--cuda-graph-config")
-    decode = ("--cuda-graph-max-bs", "--cuda-graph-max-bs-decode", "--cuda-graph-bs", "--cuda-graph-backend-decode")
-    prefill = ("--cuda-graph-backend-prefill", "--cuda-graph-bs-prefill", "--cuda-graph-max-bs-prefill")
-    old = ("--enable-breakable-cuda-graph", "--enforce-piecewise-cuda-graph", "--piecewise-cuda-graph-tokens")
-    return [
-        Argument(
-            ("--cuda-graph-bs-decode", *map(str, capture_sizes(min(sessions, MAX_CAPTURED)))),
-            f"up to {sessions} sessions at once; few sizes are captured sooner",
-            (*of_both, *decode, "--disable-decode-cuda-graph", "--disable-cuda-graph-padding"),
-        ),
-        Argument(
-            ("--disable-prefill-cuda-graph",),
-            "it would capture over 50 sizes, and SGLang has none for images",
-            (*of_both, *prefill, *old, "--disable-piecewise-cuda-graph", "--piecewise-cuda-graph-max-tokens"),
-        ),
-    ]
+    return min(settings.max_sessions, math.ceil(most_sessions(mean)))
 
 
 def capture_sizes(most: int) -> tuple[int, ...]:
@@ -143,55 +148,36 @@ def capture_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in steps if size < most), most)
 
 
-def _turns_together(settings: SGLangSettings) -> list[Argument]:
-    """Return what lets the turns of a server be read together: whenever it reads some, all that it writes stand still.
-
-    With `--max-running-requests`, SGLang would wait without a limit, for as many free places as it ever read at once.
-    """
+def _turns_together(settings: SGLangSettings) -> list[Words]:
+    """Return what lets turns be read together: whenever a server reads some, all that it writes stand still."""
     if not settings.turn_wait_s:
         return []
-    ratio = "--prefill-delayer-queue-min-ratio"
-    most = "--prefill-delayer-max-delay-ms"
-    wait_ms = f"{1000 * settings.turn_wait_s:g}"
-    words = ("--enable-prefill-delayer", ratio, f"{1 / WRITTEN_FOR_ONE:g}", most, wait_ms)
-    others = (ratio, most, "--max-running-requests", "--disable-overlap-schedule")
-    return [Argument(words, f"turn_wait_s {settings.turn_wait_s:g}", others)]
+    ratio = ("--prefill-delayer-queue-min-ratio", f"{1 / WRITTEN_FOR_ONE:g}")
+    most = ("--prefill-delayer-max-delay-ms", f"{1000 * settings.turn_wait_s:g}")
+    return [("--enable-prefill-delayer", *ratio, *most)]
 
 
-def _context(settings: SGLangSettings) -> list[Argument]:
+def _context(settings: SGLangSettings) -> list[Words]:
+    """Return a context that is shorter than the model's: SGLang's tables have a row of it for each session."""
     longest = max_positions(settings.model_path)
     length = settings.context_length + CONTEXT_MARGIN
     # SGLang refuses to start with a longer context than the model's own.
     if not settings.context_length or longest is None or length >= longest:
         return []
-    reason = f"tables have a row of it for each session; the model's own is {longest}"
-    return [Argument(("--context-length", str(length)), reason)]
+    return [("--context-length", str(length))]
 
 
-def _adapters(settings: SGLangSettings) -> list[Argument]:
-    """Return what a server needs to take adapters. It has two places: for the one that writes and for none."""
-    if not settings.lora_rank:
-        return []
-    return [
-        Argument(("--enable-lora",), "the learner trains adapters, and sends those alone"),
-        Argument(("--max-lora-rank", str(settings.lora_rank))),
-        Argument(("--lora-target-modules", *settings.lora_targets)),
-        Argument(("--max-loras-per-batch", "2")),
-    ]
-
-
-def choose_variables(dtype: str) -> dict[str, tuple[str, str]]:
-    """Return the environment variables of a server, each with its value and reason; the user's own come first."""
+def choose_variables(dtype: str) -> dict[str, str]:
+    """Return the environment variables of a server; those that are set already come first."""
     chosen = {
-        "OMP_NUM_THREADS": ("1", "images are read 1.5 times as fast as with torch's threads"),
-        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": ("agents.engines.sglang.in_server", "each image crosses once"),
-        "SGLANG_VLM_CACHE_SIZE_MB": (
-            "1024",
-            "100 hold six encoded images of 1,024 tokens at 2B: others are encoded anew",
-        ),
+        # Images are read 1.5 times as fast as with torch's threads.
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "agents.engines.sglang.in_server",
+        # SGLang's own 100 hold six encoded images of 1,024 tokens at 2B; others would be encoded anew.
+        "SGLANG_VLM_CACHE_SIZE_MB": "1024",
     }
     if dtype == "float32":
-        chosen["TRITON_F32_DEFAULT"] = ("ieee", "else triton multiplies float32 as TF32")
+        chosen["TRITON_F32_DEFAULT"] = "ieee"  # else triton multiplies as TF32
     return chosen
 
 

@@ -267,7 +267,6 @@ class ServerPool:
             if time.monotonic() > deadline:
                 raise self._cannot_start(server, f"no answer in {self.settings.start_timeout_s:g} s: {silence}")
             await asyncio.sleep(POLL_S)
-        await server.client.read_release()
         if doubt := server.client.release.doubt:
             self.events.append(f"server {server.number}: {doubt}")
         if self.settings.frees_memory and not server.client.frees_memory:
@@ -280,22 +279,13 @@ class ServerPool:
             server.sent_images = None
 
     async def _silence(self, server: Server) -> str:
-        """Return why a server does not answer; "" if it does. Raise `UserError` if its process has ended.
-
-        A stranger that listens where the process of ours is about to is not it: ours asks for the key.
-        """
-        if not self._has_process(server) or server.process is None:
-            return await server.client.silence()
-        server.client.url = server.url
-        server.client.node = server.process.node
-        if not server.url:
-            return "it has no address yet"
-        if silence := await server.client.silence():
-            return silence
-        is_ours = not self.settings.api_key or await server.client.asks_for_key()
-        if is_ours:
-            return ""
-        return f"a server that asks for no key listens at {server.url}"
+        """Return why a server does not answer; "" if it does. Raise `UserError` if its process has ended."""
+        if self._has_process(server) and server.process:
+            if not server.url:
+                return "it has no address yet"
+            server.client.url = server.url
+            server.client.node = server.process.node
+        return await server.client.silence()
 
     def _has_process(self, server: Server) -> bool:
         """Whether a server is a process of ours, which may have moved; raise `UserError` if it has ended."""

@@ -33,7 +33,7 @@ H100 = Host(1, (9,), has_fa3=True)
 def words(host: Host = H100, **options: Any) -> dict[str, list[str]]:
     """Return the values of the chosen arguments by name."""
     chosen = choose_arguments(SGLangSettings(str(STARTER_PATH), **options), ServerPlace(30000), host)
-    return {argument.words[0]: list(argument.words[1:]) for argument in chosen}
+    return {name: values for name, *values in chosen}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def command(*given: str, **options: Any) -> str:
 
 def test_without_arguments_the_command_has_all_that_was_given_by_hand_before() -> None:
     found = command(max_sessions=64)
-    assert " -m agents.engines.sglang.launch " in found and " -m sglang.launch_server " in found
+    assert "agents/engines/sglang/launch.py " in found and " -m sglang.launch_server " in found
     for wanted in (
         f"--model-path {STARTER_PATH}",
         "--port 30000",
@@ -206,7 +206,7 @@ def test_finding_facts_loads_neither_torch_nor_sglang() -> None:
 # The process ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_has_one_thread_for_torch_unless_the_user_says_otherwise_and_its_log_says_why(
+def test_a_server_has_one_thread_for_torch_unless_the_user_says_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = f"import os; print('threads', os.environ['OMP_NUM_THREADS'], flush=True){SILENT}"
@@ -223,17 +223,15 @@ def test_a_server_has_one_thread_for_torch_unless_the_user_says_otherwise_and_it
     asyncio.run(start())
     log = (tmp_path / "sglang-0.log").read_text().splitlines()
     assert log[0].startswith("$ ") and "threads 1" in log
-    assert any(line.startswith("# --attention-backend triton: ") for line in log)
-    assert any(line.startswith("# OMP_NUM_THREADS=1: ") for line in log)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     asyncio.run(start())
     later = (tmp_path / "sglang-0.log").read_text().splitlines()[len(log) :]
-    assert "threads 3" in later and not any("OMP_NUM_THREADS" in line for line in later if line[0] == "#")
+    assert "threads 3" in later
 
 
 def test_float32_is_not_multiplied_as_tf32() -> None:
     assert "TRITON_F32_DEFAULT" not in choose_variables("bfloat16")
-    assert choose_variables("float32")["TRITON_F32_DEFAULT"][0] == "ieee"
+    assert choose_variables("float32")["TRITON_F32_DEFAULT"] == "ieee"
 
 
 def test_servers_without_gpus_of_their_own_are_an_error_before_any_starts(

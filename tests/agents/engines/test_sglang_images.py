@@ -39,10 +39,11 @@ from agents.engines.sglang.process import LocalProcess, ReservedPorts
 from agents.model.mrope import mrope_positions
 from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, ProcessedImage, SamplingParams
-from tests.agents.engines.test_sglang_engine import EMULATOR, misbehave, settings, url, with_engine
+from tests.agents.engines.test_sglang_engine import misbehave, settings, short_waits, url, with_engine
 from tests.prompts import make_image, question
+from tests.servers import emulator
 
-__all__ = ["url"]  # a fixture
+__all__ = ["short_waits", "url"]  # fixtures
 
 HASH = "00ff"
 
@@ -262,7 +263,7 @@ def shared_server(checkpoint: Path) -> Iterator[str]:
     """A server that others have started with our image processor; `url` makes it as if just started."""
     ports = ReservedPorts(1)
     (port,) = ports.numbers
-    command = [sys.executable, "-m", "agents.engines.sglang.launch", *EMULATOR, "--model-path", str(checkpoint)]
+    command = [*emulator(), "--model-path", str(checkpoint)]
     env = {**os.environ, "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "agents.engines.sglang.in_server"}
     process = subprocess.Popen([*command, "--port", str(port)], env=env)
     try:
