@@ -7,14 +7,12 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 
 from agents.engines.sglang.images import HELLO, PROTOCOL
 from agents.engines.sglang.releases import UNKNOWN, Release
 from agents.engines.weight_servers import (
-    LOCAL_HOSTS,
     Adapter,
     GroupAddress,
     ServerLost,
@@ -47,16 +45,11 @@ def authorization(api_key: str) -> dict[str, str]:
     return {}
 
 
-def uses_proxy(url: str) -> bool:
-    """Return whether `http_proxy` and its like count for a server; they never do for one on this host."""
-    return urlsplit(url).hostname not in LOCAL_HOSTS
-
-
 def ask(url: str, path: str, api_key: str, timeout_s: float = 10.0) -> Any:
     """Return what a server answers to a GET, without an event loop; errors are those of `SGLangClient.call`."""
 
     async def one() -> Any:
-        async with aiohttp.ClientSession(trust_env=uses_proxy(url), headers=authorization(api_key)) as http:
+        async with aiohttp.ClientSession(headers=authorization(api_key)) as http:
             return await SGLangClient(url, http).call(path, timeout_s=timeout_s)
 
     thread = DaemonThread("question")

@@ -40,7 +40,6 @@ def image_key(png: bytes) -> str:
 
 
 _KEYS: WeakKeyDictionary[ProcessedImage, str] = WeakKeyDictionary()
-_URIS: WeakKeyDictionary[ProcessedImage, tuple[str, str]] = WeakKeyDictionary()
 
 
 def _key(image: ProcessedImage) -> str:
@@ -50,11 +49,8 @@ def _key(image: ProcessedImage) -> str:
 
 
 def data_uri(image: ProcessedImage, salt: str = "") -> str:
-    """Return the image, already in the size that the model reads, as a data URI; made once per image and salt."""
-    made = _URIS.get(image)
-    if made is None or made[0] != salt:
-        made = _URIS[image] = salt, URI + base64.b64encode(salted_file(image.png, salt)).decode()
-    return made[1]
+    """Return the image, already in the size that the model reads, as a data URI."""
+    return URI + base64.b64encode(salted_file(image.png, salt)).decode()
 
 
 def salted_file(png: bytes, salt: str) -> bytes:

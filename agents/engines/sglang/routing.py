@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -10,8 +9,6 @@ from agents.types import GenerateRequest
 
 #: Sessions above the mean that a server may always have. So few cost no time: decoding is bound by reading weights.
 SLACK = 16
-#: Prompts that are remembered, with their server and whether it has read them.
-MAX_PROMPTS = 10_000
 
 
 class Serving(Protocol):
@@ -45,7 +42,7 @@ class PromptRouter(Generic[S]):
     """
 
     def __init__(self) -> None:
-        self._servers: OrderedDict[int, S] = OrderedDict()
+        self._servers: dict[int, S] = {}
 
     def choose(self, servers: Sequence[S], prompt: int | None) -> S:
         """Return the server for a session with this prompt: the one that has read it, unless it has too many sessions
@@ -53,13 +50,11 @@ class PromptRouter(Generic[S]):
         fewest = min(servers, key=lambda server: (server.num_sessions, server.number))
         if prompt is None:
             return fewest
-        chosen = self._servers.pop(prompt, fewest)
+        chosen = self._servers.get(prompt, fewest)
         mean = (sum(server.num_sessions for server in servers) + 1) / len(servers)
         if chosen not in servers or chosen.num_sessions + 1 > most_sessions(mean):
             chosen = fewest
-        self._servers[prompt] = chosen  # as the one used last
-        if len(self._servers) > MAX_PROMPTS:
-            self._servers.popitem(last=False)
+        self._servers[prompt] = chosen
         return chosen
 
     def forget(self) -> None:

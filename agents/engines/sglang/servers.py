@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from agents.engines.busy import BusyTime
-from agents.engines.sglang.client import SGLangClient, authorization, uses_proxy
+from agents.engines.sglang.client import SGLangClient, authorization
 from agents.engines.sglang.images import SentImages, image_fields, missed_images
 from agents.engines.sglang.process import Launcher, LocalLauncher, ReservedPorts, ServerProcess, listens
 from agents.engines.sglang.routing import PromptRouter
@@ -110,7 +110,7 @@ class ServerPool:
         self._launcher = launcher or LocalLauncher()
         self.all: list[Server] = []
         self.events: list[str] = []  # messages about servers, in order
-        self._http: dict[bool, aiohttp.ClientSession] = {}  # by whether proxies count
+        self._http: aiohttp.ClientSession | None = None
         self.router: PromptRouter[Server] = PromptRouter()
         self._changed: asyncio.Condition = asyncio.Condition()
         #: Set unless the learner has the memory of servers.
@@ -158,14 +158,11 @@ class ServerPool:
             self.all = [Server(url, number) for number, url in enumerate(self.settings.urls)]
         self.launch()
         settings = self.settings
-        for proxied in {_is_proxied(server) for server in self.all}:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
-            headers = authorization(settings.api_key)
-            self._http[proxied] = aiohttp.ClientSession(connector=connector, trust_env=proxied, headers=headers)
+        # Shorter than servers keep theirs: a request on one that is just being closed would be lost.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
+        http = self._http = aiohttp.ClientSession(connector=connector, headers=authorization(settings.api_key))
         for server in self.all:
-            server.client = SGLangClient(
-                server.url, self._http[_is_proxied(server)], settings.request_timeout_s, settings.keeps_kv_cache
-            )
+            server.client = SGLangClient(server.url, http, settings.request_timeout_s, settings.keeps_kv_cache)
         waits = [asyncio.ensure_future(self._wait_until_up(server)) for server in self.all]
         try:
             await asyncio.gather(*waits)
@@ -243,9 +240,8 @@ class ServerPool:
         for task in recoveries:
             task.cancel()
         await asyncio.gather(*recoveries, asyncio.to_thread(self._end, servers), return_exceptions=True)
-        for http in self._http.values():
-            await http.close()
-        self._http = {}
+        if self._http:
+            await self._http.close()
 
     def end(self) -> None:
         """End the processes that `launch` has started; does nothing after `close`."""
@@ -352,8 +348,3 @@ class ServerPool:
         port = int(server.url.rpartition(":")[2] or 0)
         server.process = self._launcher.launch(self.settings, server.number, port)
         server.freed = ()
-
-
-def _is_proxied(server: Server) -> bool:
-    """Whether proxies count for a server: for those elsewhere that we did not start."""
-    return server.process is None and uses_proxy(server.url)

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections import Counter
@@ -20,7 +19,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,6 @@ from agents.engines.sglang.client import SGLangClient
 from agents.engines.sglang.images import salted_hash
 from agents.engines.sglang.payloads import collapse
 from agents.engines.sglang.process import LocalProcess, ReservedPorts
-from agents.engines.sglang.prompt_reads import MIN_TOKENS
 from agents.engines.weight_servers import EngineDown, ServerRefused
 from agents.model.architectures import ModelFacts
 from agents.model.policy import PolicyModel
@@ -371,37 +368,6 @@ def test_with_its_cache_kept_a_turn_goes_on_from_what_older_weights_have_read(
         given = torch.tensor(completion.logprobs[skip:])
         torch.testing.assert_close(given, expected[rows, torch.tensor(completion.ids[skip:])], rtol=0, atol=1e-4)
     assert second.num_cached >= len(request.ids) + 36
-
-
-def test_samples_of_a_long_prompt_share_it_and_write_what_the_network_draws_also_when_weights_come_meanwhile(
-    checkpoint: Path, renderer: Renderer, model: PolicyModel, tmp_path: Path
-) -> None:
-    """Six of eight find the prompt read. Then new weights come while most of the next eight still wait for it."""
-    old, new = deepcopy(model), changed(model, tmp_path / "new", renderer)
-    short = renderer.prompt(question("Find x.", make_image()))
-    ids = (*renderer.prompt(question("Find y. " * MIN_TOKENS)).ids, *short.ids)
-    params = SamplingParams(suppressed_ids=renderer.suppressed_ids)
-    before, after = (GenerateRequest((*ids, *ids[:extra]), short.images, 12, params, seed=1) for extra in (0, 9))
-
-    async def play(engine: SGLangEngine) -> tuple[list[Completion], list[Completion]]:
-        shared = list(await asyncio.gather(*(write(engine, before) for _ in range(8))))
-        writing = [asyncio.create_task(write(engine, after)) for _ in range(8)]
-        await until(lambda: engine.num_requests >= 8 + 1 + 2)  # those before, one more, and the first two of these
-        await engine.pause()
-        await engine.update_from_disk(tmp_path / "new", version=1)
-        await engine.resume()
-        return shared, list(await asyncio.gather(*writing))
-
-    with serving(checkpoint, "--has-cache", "--slow-s", "0.3") as url:
-        shared, later = with_engine(external(url), renderer, play)
-    assert sorted(done.num_cached >= len(ids) - 1 for done in shared) == [False] * 2 + [True] * 6
-    for network, request, turns in ((old, before, shared), (new, after, later)):
-        assert [(len(done.ids), done.prompt_length) for done in turns] == [(12, len(request.ids))] * 8
-        for done in turns:
-            start = sum(count for version, count in done.versions if version == 0) if network is new else 0
-            found = written_logprobs(network, request, done)[start:]
-            assert np.abs(found - np.array(done.logprobs[start:])).max(initial=0.0) < 1e-4
-    assert sum(done.versions == ((1, 12),) for done in later) >= 6
 
 
 def test_a_session_does_not_go_on_from_weights_that_the_run_has_left(
@@ -764,19 +730,6 @@ def test_a_server_does_not_wait_forever_for_weights(
         with_engine(external(url), renderer, play)
 
 
-def test_a_server_that_never_names_the_weights_it_was_given_is_given_up(
-    url: str, checkpoint: Path, renderer: Renderer
-) -> None:
-    async def play(engine: SGLangEngine) -> None:
-        engine.current_weights = lambda: checkpoint
-        engine.weight_version = 4
-        misbehave(url, "update_weights_from_disk", *["keep the version"] * 20)
-        await write(engine, short_turn(renderer))
-
-    with pytest.raises(EngineDown, match=r"given up: .* loaded weights 4 and still reports 'default'"):
-        with_engine(external(url), renderer, play)
-
-
 def test_a_server_restarted_by_others_after_it_was_given_weights_0_is_found_out(
     url: str, checkpoint: Path, renderer: Renderer, model: PolicyModel, tmp_path: Path
 ) -> None:
@@ -988,39 +941,10 @@ def test_a_key_in_the_arguments_is_the_one_that_is_proved(checkpoint: Path, rend
     with_engine(given, renderer, play)
 
 
-def test_a_server_on_this_host_is_called_without_the_proxy_by_check_and_client_alike(
+def test_no_proxy_stands_between_a_run_and_its_servers(
     url: str, checkpoint: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     check_server(url, ModelFacts.load(checkpoint))
     with_engine(external(url), renderer, lambda engine: engine.servers.pick())
-
-
-def test_a_server_elsewhere_is_called_through_the_proxy_by_check_and_client_alike(
-    checkpoint: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    class Proxy(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            body = b'{"weight_version": "default"}'
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None: ...
-
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
-    threading.Thread(target=proxy.serve_forever, daemon=True).start()
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.server_address[1]}")
-    monkeypatch.delenv("no_proxy", raising=False)
-    url = "http://gpu7.invalid:30000"
-    check_server(url, ModelFacts.load(checkpoint))
-    with_engine(external(url), renderer, lambda engine: engine.servers.pick())
-    proxy.shutdown()
-    proxy.server_close()
-    assert asked == [f"{url}/{path}" for path in ("model_info", "server_info")] * 2

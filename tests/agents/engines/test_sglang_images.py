@@ -276,7 +276,7 @@ def shared_server(checkpoint: Path) -> Iterator[str]:
 
 def came(engine: SGLangEngine) -> list[dict[str, int]]:
     """Return how images came to each server."""
-    headers = dict(engine.servers._http[False].headers)
+    headers = dict(engine.servers._http.headers)  # type: ignore[union-attr]
     requests = [urllib.request.Request(f"{s.client.url}/images", headers=headers) for s in engine.servers.all]
     return [json.load(urllib.request.urlopen(request, timeout=20)) for request in requests]
 
