@@ -268,7 +268,7 @@ class HFEngine:
         positions_B = torch.tensor(
             [int(self._positions(t.stream, t.request.images).max()) + 1 for t in turns], device=self.device
         )
-        self._decode(cache, self._read(turns, positions_B, cache), positions_B, turns)
+        self._decode(cache, self._prefill(turns, [len(turn.stream) for turn in turns], cache), positions_B, turns)
         self._step = None
         for turn in turns:
             turn.stamp(self.weight_version)
@@ -286,15 +286,6 @@ class HFEngine:
             prompt = CachedPrefix(first[row].stream[:-1], cache.row(row, is_last=True))
             for turn in group:
                 turn.prefix = prompt
-
-    def _read(self, turns: Sequence[BatchTurn], positions_B: Tensor, cache: BatchCache) -> Tensor:
-        """Read what is new of each stream, whose next positions are given; return the logits after it, (B, V)."""
-        ends = [len(turn.stream) for turn in turns]
-        last = [turn.stream[-1] for turn in turns]
-        is_one_text = all(end - len(turn.prefix.ids) == 1 for end, turn in zip(ends, turns, strict=True))
-        if not is_one_text or not cache.layers or self.model.image_token_id in last:
-            return self._prefill(turns, ends, cache)
-        return self._next(cache, torch.tensor(last, device=self.device), positions_B - 1, [True] * len(turns))
 
     def _next(self, cache: BatchCache, ids_B: Tensor, positions_B: Tensor, real: Sequence[bool]) -> Tensor:
         """Read one more token a row; return the logits after it, (B, V)."""

@@ -28,10 +28,6 @@ class CachedPrefix:
     ids: tuple[int, ...] = ()
     layers: tuple[Tensor, ...] = ()
 
-    def first(self, count: int) -> CachedPrefix:
-        """Return the part that holds so many tokens."""
-        return CachedPrefix(self.ids[:count], tuple(layer[:, :, :count] for layer in self.layers))
-
 
 @dataclass(eq=False)
 class BatchTurn(PendingTurn):

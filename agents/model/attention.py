@@ -10,7 +10,6 @@ B sequences of a bucket, D values of a head.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -177,16 +176,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
     return out[..., :size]
 
 
-def _grouped_heads() -> dict[str, Any]:
-    """Return the arguments for keys with fewer heads: torch up to 2.11 needs none, later versions need a flag."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        return {"enable_gqa": True}
-    return {}
-
-
-_GROUPED_HEADS = _grouped_heads()
+#: For keys with fewer heads than queries: torch up to 2.11 needs no flag, later versions do.
+_GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
 
 
 def text_attention(

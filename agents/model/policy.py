@@ -47,7 +47,12 @@ class PolicyModel(nn.Module):
         self.compiled_scores = False
         self.config: Any = backbone.config
         self.architecture = architecture_of(self.config)
+        #: The id of the image placeholder, and patches per token along each side; without vision no token has the id.
+        self.image_token_id = NO_IMAGE_TOKEN
+        self.merge_size = 1
         if self.architecture.vision:
+            self.image_token_id = int(self.config.image_token_id)
+            self.merge_size = int(self.config.vision_config.spatial_merge_size)
             self._vision_tower.config._attn_implementation = VISION_ATTENTION
         if self.architecture.deepstack:
             self._decoder._deepstack_process = add_features
@@ -89,20 +94,6 @@ class PolicyModel(nn.Module):
         if self.architecture.processor:  # for servers; TrueTurn does not read it
             text = json.dumps({"processor_class": self.architecture.processor}, indent=1) + "\n"
             (Path(folder) / "processor_config.json").write_text(text, encoding="utf-8")
-
-    @property
-    def image_token_id(self) -> int:
-        """The id of the image placeholder; -1, which no token has, without vision."""
-        if self.architecture.vision:
-            return int(self.config.image_token_id)
-        return NO_IMAGE_TOKEN
-
-    @property
-    def merge_size(self) -> int:
-        """Patches per token along each side; 1 without vision."""
-        if self.architecture.vision:
-            return int(self.config.vision_config.spatial_merge_size)
-        return 1
 
     @property
     def blocks(self) -> list[nn.Module]:

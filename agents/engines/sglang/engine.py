@@ -87,8 +87,11 @@ class SGLangEngine:
         self.adapters = AdapterLoader(settings.model_path if settings.urls else "")
         self._aborts: set[asyncio.Task[Any]] = set()
         self._in_flight = 0
-        self._idle: asyncio.Event = asyncio.Event()
-        self._may_write: asyncio.Event = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        #: Set unless the engine is paused.
+        self.may_write = asyncio.Event()
+        self.may_write.set()
 
     @property
     def settings(self) -> SGLangSettings:
@@ -127,10 +130,6 @@ class SGLangEngine:
 
     async def start(self) -> None:
         """Start or find the servers; raises `UserError` where that fails."""
-        self._idle = asyncio.Event()
-        self._may_write = asyncio.Event()
-        self._idle.set()
-        self._may_write.set()
         await self.servers.start()
 
     @asynccontextmanager
@@ -144,7 +143,7 @@ class SGLangEngine:
 
     async def pause(self) -> None:
         """Abort the requests on all servers; their turns continue after `resume`."""
-        self._may_write.clear()
+        self.may_write.clear()
         while not self._idle.is_set():
             # Repeated, because a server may miss a request that is only just arriving.
             # On all servers, because one in recovery may still write.
@@ -160,7 +159,7 @@ class SGLangEngine:
         Not earlier: the learner may hold all its weights twice until they have reached every server.
         """
         await asyncio.gather(*(self._take_cache(server) for server in self.servers.up))
-        self._may_write.set()
+        self.may_write.set()
 
     async def _take_cache(self, server: Server) -> None:
         """Let a server that has weights take the memory of its cache again."""
@@ -342,7 +341,7 @@ class SGLangEngine:
             if self.before_close:
                 await self.before_close()
         await self.servers.close()
-        self._may_write.set()
+        self.may_write.set()
 
     async def send(self, server: Server, body: dict[str, Any], images: Sequence[ProcessedImage], salt: str) -> Any:
         """Send a request and wait for the answer; a cancelled or failed wait also aborts the request."""
@@ -380,14 +379,10 @@ class SGLangEngine:
         task.add_done_callback(self._aborts.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def wait_until_resumed(self) -> None:
-        """Wait while the engine is paused."""
-        await self._may_write.wait()
-
     @property
     def is_paused(self) -> bool:
         """Whether requests must wait for `resume`."""
-        return not self._may_write.is_set()
+        return not self.may_write.is_set()
 
     def count_answer(self) -> None:
         """Count a good answer: the turns given up are no longer in a row."""

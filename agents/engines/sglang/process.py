@@ -11,7 +11,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -199,7 +198,7 @@ def listens(url: str) -> bool:
 
 
 class ReservedPorts:
-    """Free ports of this host. On Linux nobody else chooses them here until `release`, while a server may listen there.
+    """Free ports of this host. Nobody else chooses them here until `release`, while a server may listen there (Linux).
 
     A port is held by a socket that never listens: a plain bind fails beside it, and a server's, which sets
     SO_REUSEADDR, does not. Without that, another run could choose the port of a server that is only just starting, or
@@ -236,8 +235,6 @@ class ReservedPorts:
             return False
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from now on
         self._sockets.append(held)
-        if sys.platform != "linux":  # no server could listen beside the socket
-            self.release()
         return True
 
     def release(self) -> None:

@@ -78,10 +78,8 @@ UNKNOWN = Release()
 
 
 def _doubt(version: str, number: tuple[int, ...]) -> str:
-    if number < KEEPS_IDS:
-        return f"SGLang {version} is older than any release that was compared: nothing is known of it"
     if number < OLDEST:
-        return f"SGLang {version} is untried: log-probs of its older kernels and its updates of weights are not known"
+        return f"SGLang {version} is untried: it is older than {dotted(OLDEST)}, and nothing is known of it"
     if number > NEWEST:
         return f"SGLang {version} is untried: it is treated as {dotted(NEWEST)}, and changes since are not known"
     return ""

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from agents.types import GenerateRequest
 
+if TYPE_CHECKING:
+    from agents.engines.sglang.servers import Server
+
 #: Sessions above the mean that a server may always have. So few cost no time: decoding is bound by reading weights.
 SLACK = 16
-
-
-class Serving(Protocol):
-    """A server as far as routing sees it."""
-
-    number: int
-    num_sessions: int
-
-
-S = TypeVar("S", bound=Serving)
 
 
 def most_sessions(mean: float) -> float:
@@ -35,16 +28,16 @@ def prompt_key(request: GenerateRequest) -> int:
     return hash((request.ids, *(image.digest for image in request.images)))
 
 
-class PromptRouter(Generic[S]):
+class PromptRouter:
     """Remembers which server has read a prompt. A new prompt goes to the server with the fewest sessions.
 
     Example: with two idle servers and groups of 8, the groups go to servers 0, 1, 0, 1 and so on, each as a whole.
     """
 
     def __init__(self) -> None:
-        self._servers: dict[int, S] = {}
+        self._servers: dict[int, Server] = {}
 
-    def choose(self, servers: Sequence[S], prompt: int | None) -> S:
+    def choose(self, servers: Sequence[Server], prompt: int | None) -> Server:
         """Return the server for a session with this prompt: the one that has read it, unless it has too many sessions
         or is not among `servers`; then the one with the fewest, where the next sessions with the prompt follow."""
         fewest = min(servers, key=lambda server: (server.num_sessions, server.number))

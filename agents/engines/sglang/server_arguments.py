@@ -27,14 +27,14 @@ CONTEXT_MARGIN = 64
 MEETING_PORT = 50
 
 _GRAPHS = ("--disable-cuda-graph", "--cuda-graph-config")
-_DECODE_GRAPHS = ("--cuda-graph-max-bs", "--cuda-graph-max-bs-decode", "--cuda-graph-bs", "--cuda-graph-backend-decode")
+_DECODE_GRAPHS = ("--cuda-graph-max-bs", "--cuda-graph-bs", "--cuda-graph-bs-decode", "--cuda-graph-backend-decode")
 _PREFILL_GRAPHS = ("--cuda-graph-backend-prefill", "--cuda-graph-bs-prefill", "--cuda-graph-max-bs-prefill")
 _OLD_GRAPHS = ("--enable-breakable-cuda-graph", "--enforce-piecewise-cuda-graph", "--piecewise-cuda-graph-tokens")
 #: By the name of a chosen argument: the user's arguments beside which it is not given.
 NOT_BESIDE: dict[str, Words] = {
     # Each data-parallel worker needs a port of its own.
     "--nccl-port": ("--dp-size", "--data-parallel-size"),
-    "--cuda-graph-bs-decode": (
+    "--cuda-graph-max-bs-decode": (
         *_GRAPHS,
         *_DECODE_GRAPHS,
         "--disable-decode-cuda-graph",
@@ -85,7 +85,7 @@ def choose_arguments(settings: SGLangSettings, place: ServerPlace, host: Host) -
         ("--grammar-backend", "none"),
         # The first request compiles the same kernels.
         ("--skip-server-warmup",),
-        ("--cuda-graph-bs-decode", *map(str, capture_sizes(min(_sessions(settings), MAX_CAPTURED)))),
+        ("--cuda-graph-max-bs-decode", str(min(_sessions(settings), MAX_CAPTURED))),
         # It would capture over 50 sizes, and SGLang has none for images.
         ("--disable-prefill-cuda-graph",),
         *_turns_together(settings),
@@ -134,18 +134,6 @@ def _sessions(settings: SGLangSettings) -> int:
     """Return how many sessions one server may have at once."""
     mean = settings.max_sessions / settings.num_servers
     return min(settings.max_sessions, math.ceil(most_sessions(mean)))
-
-
-def capture_sizes(most: int) -> tuple[int, ...]:
-    """Return the batch sizes of CUDA graphs for up to `most` rows: powers of two, from 32 on with those between them.
-
-    A batch runs in the next larger graph.
-
-    >>> capture_sizes(100)
-    (1, 2, 4, 8, 16, 32, 48, 64, 96, 100)
-    """
-    steps = sorted([*(2**power for power in range(10)), *(3 * 2**power for power in range(4, 8))])
-    return (*(size for size in steps if size < most), most)
 
 
 def _turns_together(settings: SGLangSettings) -> list[Words]:

@@ -111,10 +111,11 @@ class ServerPool:
         self.all: list[Server] = []
         self.events: list[str] = []  # messages about servers, in order
         self._http: aiohttp.ClientSession | None = None
-        self.router: PromptRouter[Server] = PromptRouter()
-        self._changed: asyncio.Condition = asyncio.Condition()
+        self.router = PromptRouter()
+        self._changed = asyncio.Condition()
         #: Set unless the learner has the memory of servers.
-        self._may_start: asyncio.Event = asyncio.Event()
+        self._may_start = asyncio.Event()
+        self._may_start.set()
         self._watching: asyncio.Task[None] | None = None
         self._ports: ReservedPorts | None = None
 
@@ -151,9 +152,6 @@ class ServerPool:
         Raises:
             UserError: one does not answer; names its log. Or those to start cannot share their GPU.
         """
-        self._changed = asyncio.Condition()
-        self._may_start = asyncio.Event()
-        self._may_start.set()
         if self.settings.urls:
             self.all = [Server(url, number) for number, url in enumerate(self.settings.urls)]
         self.launch()

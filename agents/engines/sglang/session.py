@@ -77,7 +77,7 @@ class SGLangSession:
         if self._prompt is None:
             self._prompt = prompt_key(request)
         while True:
-            await self._engine.wait_until_resumed()
+            await self._engine.may_write.wait()
             if self._server is None or not self._server.is_up:
                 self.release_server()
                 self._server = await self._engine.servers.pick(self._prompt)

@@ -325,7 +325,7 @@ class Emulator:
         longest = max(found, key=lambda prefix: len(prefix.ids), default=CachedPrefix())
         if len(longest.ids) < len(request.ids):
             return longest
-        return longest.first(len(longest.ids) - 1)
+        return first(longest, len(longest.ids) - 1)
 
     async def _write(
         self, request: GenerateRequest, key: str, prefix: CachedPrefix
@@ -564,6 +564,11 @@ class Emulator:
             await asyncio.sleep(0.01)
         del self.adapters[name]
         return web.json_response({"success": True, "loaded_adapters": dict.fromkeys(self.adapters, "__tensor__")})
+
+
+def first(prefix: CachedPrefix, count: int) -> CachedPrefix:
+    """Return the part of a prefix that holds so many tokens."""
+    return CachedPrefix(prefix.ids[:count], tuple(layer[:, :, :count] for layer in prefix.layers))
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def servers_of(count: int) -> list[Server]:
 @pytest.mark.parametrize("num_servers", [2, 3, 8])
 @pytest.mark.parametrize("size", [1, 8, 64, 500])
 def test_no_server_gets_more_sessions_than_the_bound_whatever_the_groups(num_servers: int, size: int) -> None:
-    rng, router, servers = random.Random(num_servers * size), PromptRouter[Server](), servers_of(num_servers)
+    rng, router, servers = random.Random(num_servers * size), PromptRouter(), servers_of(num_servers)
     begun: list[Server] = []
     for number in range(3000):
         server = router.choose(servers, number // size)
@@ -185,7 +185,7 @@ def test_no_server_gets_more_sessions_than_the_bound_whatever_the_groups(num_ser
 
 def test_groups_of_one_step_stay_whole_and_servers_equally_busy() -> None:
     for num_servers, groups, size in ((2, 32, 8), (4, 64, 16), (8, 64, 16), (3, 100, 5)):
-        router, servers = PromptRouter[Server](), servers_of(num_servers)
+        router, servers = PromptRouter(), servers_of(num_servers)
         used: dict[int, Counter[int]] = {number: Counter() for number in range(groups)}
         for number in range(groups):
             for _ in range(size):
@@ -198,7 +198,7 @@ def test_groups_of_one_step_stay_whole_and_servers_equally_busy() -> None:
 
 
 def test_one_large_group_uses_every_server() -> None:
-    router, servers = PromptRouter[Server](), servers_of(4)
+    router, servers = PromptRouter(), servers_of(4)
     for _ in range(512):
         router.choose(servers, 7).num_sessions += 1
     loads = [server.num_sessions for server in servers]
@@ -207,7 +207,7 @@ def test_one_large_group_uses_every_server() -> None:
 
 
 def test_a_few_sessions_of_one_prompt_share_a_server() -> None:
-    router, servers = PromptRouter[Server](), servers_of(4)
+    router, servers = PromptRouter(), servers_of(4)
     for _ in range(SLACK):
         router.choose(servers, 7).num_sessions += 1
     assert [server.num_sessions for server in servers] == [SLACK, 0, 0, 0]

@@ -461,7 +461,7 @@ def test_an_adapter_comes_as_the_release_takes_it(version: str, sent: dict[str, 
 @pytest.mark.parametrize(
     ("version", "model_type", "facts", "doubt"),
     [
-        ("0.5.12.post1", "qwen3_vl", (False, False, False), "older than any"),
+        ("0.5.12.post1", "qwen3_vl", (False, False, False), "older than 0.5.15"),
         ("0.5.13", "qwen3_vl", (True, False, False), "0.5.13 is untried"),
         ("0.5.15.post1", "qwen3_vl", (True, False, False), ""),
         ("0.5.19", "qwen3_vl", (True, False, False), ""),

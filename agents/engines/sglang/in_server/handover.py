@@ -46,7 +46,7 @@ def prepared_prompt(
     for item in items:
         item.set_pad_value()
     if IS_PICKLED:
-        return PreparedPrompt(prompt, addresses, mm_items=items, input_ids=prompt.ids, **token_ids)
+        return PreparedPrompt(prompt, items, addresses, token_ids)
     for item, address in zip(items, addresses, strict=True):
         item.feature = map_image(address)
         item.model_specific_data = {"image_grid_thw": torch.tensor([address.grid_thw])}
@@ -66,17 +66,19 @@ _Record: Any = MultimodalProcessorOutput if IS_PICKLED else object
 class PreparedPrompt(_Record):
     """SGLang's record, with images by address and positions as bytes."""
 
-    def __init__(self, prompt: ExpandedPrompt, addresses: Sequence[ImageAddress], **fields: Any) -> None:
-        super().__init__(**fields)
+    def __init__(
+        self, prompt: ExpandedPrompt, items: list[Any], addresses: Sequence[ImageAddress], token_ids: dict[str, Any]
+    ) -> None:
+        super().__init__(mm_items=items, input_ids=prompt.ids, **token_ids)
         self.prompt = prompt
+        self.token_ids = token_ids
         self.addresses = tuple(addresses)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         keys = [(item.hash, item.pad_value, item.offsets[0]) for item in self.mm_items]
         padded_ids = array("q", self.build_padded_input_ids(self.prompt.ids, self.mm_items))
-        ids = (self.im_token_id, self.im_start_id, self.im_end_id, self.video_token_id, self.audio_token_id)
         positions = self.prompt.positions_3T.tobytes()
-        return unpack, (padded_ids, keys, self.addresses, positions, self.prompt.delta, ids)
+        return unpack, (padded_ids, keys, self.addresses, positions, self.prompt.delta, self.token_ids)
 
 
 def unpack(
@@ -85,7 +87,7 @@ def unpack(
     addresses: Sequence[ImageAddress],
     positions: bytes,
     delta: int,
-    ids: tuple[int | None, ...],
+    token_ids: dict[str, Any],
 ) -> Any:
     """Return SGLang's record of a prompt, in the scheduler."""
     items = [
@@ -99,11 +101,10 @@ def unpack(
         )
         for (number, pad_value, span), address in zip(keys, addresses, strict=True)
     ]
-    names = ("im_token_id", "im_start_id", "im_end_id", "video_token_id", "audio_token_id")
     return MultimodalProcessorOutput(
         mm_items=items,
         padded_input_ids=padded_ids,
         mrope_positions=torch.frombuffer(bytearray(positions), dtype=torch.int64).view(3, -1),
         mrope_position_delta=torch.tensor([[delta]]),
-        **dict(zip(names, ids, strict=True)),
+        **token_ids,
     )
