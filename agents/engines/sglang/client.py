@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -64,6 +64,7 @@ def ask(url: str, path: str, api_key: str, timeout_s: float = 10.0) -> Any:
 async def _text(response: aiohttp.ClientResponse) -> str:
     """Return the text of an answer. Raises `ValueError` where it is no text, or longer than `MAX_ANSWER`."""
     content = bytearray()
+    # In pieces: an answer without an end must not fill the memory.
     async for piece in response.content.iter_chunked(2**20):
         content += piece
         if len(content) > MAX_ANSWER:
@@ -112,6 +113,7 @@ class SGLangClient:
             ServerLost: no answer, one of status 5xx, or one that cannot be decoded.
             ServerRefused: any other status but 200, also one that names another place; holds the server's text.
         """
+        # A host that is gone does not refuse a connection, and would hold the call for its whole time.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
         method = "GET" if body is None else "POST"
         wait = asyncio.timeout(timeout_s or self._timeout_s)
@@ -210,11 +212,9 @@ class SGLangClient:
         Only the last payload empties the prefix cache and sets the version. So a server that is lost before it reports
         the old version, and is given the weights again.
         """
-        async with self._session():
-            for place, payload in enumerate(payloads, 1):
-                is_last = place == len(payloads)
-                body = {"serialized_named_tensors": [payload] * num_gpus, **self._ending(is_last, version)}
-                await self._update("update_weights_from_tensor", body)
+        # Each process of a tensor-parallel server takes the payload at its own place.
+        bodies = [{"serialized_named_tensors": [payload] * num_gpus} for payload in payloads]
+        await self._push("update_weights_from_tensor", bodies, version)
 
     async def num_gpus(self) -> int:
         """Return how many GPUs serve together, as the server says: its tensor-parallel size."""
@@ -240,17 +240,17 @@ class SGLangClient:
 
         Ask for a group only if the server is in it: SGLang's scheduler ends at a name that it does not know.
         """
-        async with self._session():
-            for place, message in enumerate(messages, 1):
-                body = {
-                    "names": message.names,
-                    "dtypes": [message.dtype] * len(message.names),
-                    "shapes": message.shapes,
-                    "group_name": group,
-                    "load_format": "flattened_bucket",
-                    **self._ending(place == len(messages), version),
-                }
-                await self._update("update_weights_from_distributed", body, RECEIVE_S)
+        bodies = [
+            {
+                "names": message.names,
+                "dtypes": [message.dtype] * len(message.names),
+                "shapes": message.shapes,
+                "group_name": group,
+                "load_format": "flattened_bucket",
+            }
+            for message in messages
+        ]
+        await self._push("update_weights_from_distributed", bodies, version, RECEIVE_S)
 
     async def leave_group(self, group: str) -> None:
         """Leave a process group that weights were sent over."""
@@ -279,13 +279,13 @@ class SGLangClient:
         with suppress(ServerRefused):
             await self.call(f"flush_cache?timeout={IDLE_S:g}", {}, ALIVE_S)
 
-    @asynccontextmanager
-    async def _session(self) -> AsyncIterator[None]:
-        """Wait until the server is idle, and hold a session of updates open, if its release has them."""
+    async def _push(self, path: str, bodies: Sequence[dict[str, Any]], version: int, timeout_s: float = 0.0) -> None:
+        """Send weights in parts to a server that is idle, in a session of updates if its release has them."""
         await self._wait_until_idle()
         if self.release.has_update_sessions:
             await self._begin_update()
-        yield
+        for place, body in enumerate(bodies, 1):
+            await self._update(path, body | self._ending(place == len(bodies), version), timeout_s)
         if self.release.has_update_sessions:
             await self._update("end_weight_update", {})
 
@@ -332,7 +332,7 @@ class SGLangClient:
         """Forget an adapter; the server waits for the requests that use it."""
         await self._update("unload_lora_adapter", {"lora_name": name}, ALIVE_S)
 
-    async def _update(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
+    async def _update(self, path: str, body: dict[str, Any], timeout_s: float = 0.0) -> None:
         answer = await self.call(path, body, timeout_s or max(UPDATE_S, self._timeout_s))
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise ServerRefused(f"{self.url}/{path}: {answer!r:.1000}")

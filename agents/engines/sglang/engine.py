@@ -147,7 +147,9 @@ class SGLangEngine:
         while not self._idle.is_set():
             # Repeated, because a server may miss a request that is only just arriving.
             # On all servers, because one in recovery may still write.
-            await asyncio.gather(*(self._abort_all(server) for server in self.servers.all))
+            body = {"abort_all": True, "rid": ""}
+            calls = [(server, server.client.call("abort_request", body, 10)) for server in self.servers.all]
+            await asyncio.gather(*(self._or_lost(server, call) for server, call in calls))
             try:
                 await asyncio.wait_for(self._idle.wait(), timeout=0.1)
             except TimeoutError:
@@ -158,16 +160,16 @@ class SGLangEngine:
 
         Not earlier: the learner may hold all its weights twice until they have reached every server.
         """
-        await asyncio.gather(*(self._take_cache(server) for server in self.servers.up))
+        with_weights = [server for server in self.servers.up if WEIGHTS not in server.freed]
+        await asyncio.gather(*(self._or_lost(server, server.take_memory(CACHE)) for server in with_weights))
         self.may_write.set()
 
-    async def _take_cache(self, server: Server) -> None:
-        """Let a server that has weights take the memory of its cache again."""
-        if WEIGHTS not in server.freed:
-            try:
-                await server.take_memory(CACHE)
-            except (ServerLost, ServerRefused) as error:
-                self.servers.report_lost(server, str(error))
+    async def _or_lost(self, server: Server, call: Awaitable[Any]) -> None:
+        """Wait for a call to a server, and report the server as lost where that fails."""
+        try:
+            await call
+        except (ServerLost, ServerRefused) as error:
+            self.servers.report_lost(server, str(error), must_restart=isinstance(error, ServerStuck))
 
     async def free_memory(self) -> None:
         """Pause, and have servers free their memory for a learner on their GPUs: until the next `update` that of their
@@ -177,12 +179,6 @@ class SGLangEngine:
         """
         await self.pause()
         await self.servers.free_memory((CACHE,) if self.settings.lora_rank else (CACHE, WEIGHTS))
-
-    async def _abort_all(self, server: Server) -> None:
-        try:
-            await server.client.call("abort_request", {"abort_all": True, "rid": ""}, timeout_s=10)
-        except (ServerLost, ServerRefused) as error:
-            self.servers.report_lost(server, str(error))
 
     async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob of each id but the first, from the first server that is up."""
@@ -252,16 +248,14 @@ class SGLangEngine:
         """
         assert self._idle.is_set(), "weights change while nothing is being written: pause first"
         self._use(version, adapter)
+        # New weights empty the prefix caches, so no server knows a prompt any more.
         self.servers.router.forget()
 
         async def one(server: Server) -> None:
-            try:
-                await server.take_memory(WEIGHTS)
-                await push(server.client)
-            except (ServerLost, ServerRefused) as error:
-                self.servers.report_lost(server, str(error), must_restart=isinstance(error, ServerStuck))
+            await server.take_memory(WEIGHTS)
+            await push(server.client)
 
-        await asyncio.gather(*(one(server) for server in self.servers.up))
+        await asyncio.gather(*(self._or_lost(server, one(server)) for server in self.servers.up))
         self.servers.end_freeing()
 
     def _use(self, version: int, adapter: Adapter | None) -> None:
@@ -271,10 +265,9 @@ class SGLangEngine:
         self._num_updates += 1
         self.weight_version = version
         self._adapter = adapter
+        self.adapter_name = ""
         if adapter:
             self.adapter_name = f"{self._run}-{version}-{next(self._numbers)}"
-        else:
-            self.adapter_name = ""
 
     async def _load_current_weights(self, client: SGLangClient) -> None:
         """Load the current weights into a server that is back, and again if they change meanwhile.

@@ -39,6 +39,7 @@ def image_key(png: bytes) -> str:
     return hashlib.blake2b(png, digest_size=16).hexdigest()
 
 
+#: By image: its key, which every episode and turn that shows the image asks for.
 _KEYS: WeakKeyDictionary[ProcessedImage, str] = WeakKeyDictionary()
 
 
@@ -58,7 +59,9 @@ def salted_file(png: bytes, salt: str) -> bytes:
     if not salt:
         return png
     chunk = b"tEXt" + b"Comment\0" + salt.encode("latin-1")
+    # A chunk of PNG: the length of its text, the text, a checksum.
     framed = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    # Comments may stand anywhere before the chunk that ends the file.
     return png[:-PNG_END] + framed + png[-PNG_END:]
 
 

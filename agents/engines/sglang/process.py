@@ -118,7 +118,9 @@ class LocalProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            # A group of its own: Ctrl-C reaches the run alone, and `stop` every process of the server.
             start_new_session=True,
+            # What the user has set comes first.
             env=choose_variables(settings.dtype) | os.environ,
             pass_fds=inherited,
         )
@@ -149,11 +151,12 @@ class LocalProcess:
 
     def stop(self) -> None:
         """End the process group."""
-        for signal_number, wait_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            # SIGKILL follows in any case: processes of the server may outlive the first one.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal_number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.popen.wait(wait_s)
+                self.popen.wait(STOP_S)
                 if signal_number == signal.SIGKILL:
                     break
         if self.key_file:

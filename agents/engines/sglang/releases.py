@@ -56,12 +56,12 @@ class Release:
     def of(cls, server_info: Mapping[str, Any], model_type: str = "") -> Release:
         """Return the release that a server names, with the type of its model as its configuration names it."""
         match = _VERSION.match(str(server_info.get("version", "")))
-        if match:
-            number = tuple(map(int, match.groups()))
-        else:
-            number = ()
-        if not match or not any(number):  # builds of a checkout may be 0.0.0
+        if match is None:
             return UNKNOWN
+        number = tuple(map(int, match.groups()))
+        if not any(number):  # a build of a checkout may be 0.0.0
+            return UNKNOWN
+        # Servers with that cache name the images of every model by their files.
         has_file_names = model_type in _FILE_NAMED_MODELS or bool(server_info.get("mm_preprocess_cache_size_mb"))
         return cls(
             version=match[0],

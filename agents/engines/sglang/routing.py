@@ -44,6 +44,7 @@ class PromptRouter:
         if prompt is None:
             return fewest
         chosen = self._servers.get(prompt, fewest)
+        # Counted with the session that is to be placed.
         mean = (sum(server.num_sessions for server in servers) + 1) / len(servers)
         if chosen not in servers or chosen.num_sessions + 1 > most_sessions(mean):
             chosen = fewest

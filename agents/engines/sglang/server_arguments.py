@@ -29,7 +29,6 @@ MEETING_PORT = 50
 _GRAPHS = ("--disable-cuda-graph", "--cuda-graph-config")
 _DECODE_GRAPHS = ("--cuda-graph-max-bs", "--cuda-graph-bs", "--cuda-graph-bs-decode", "--cuda-graph-backend-decode")
 _PREFILL_GRAPHS = ("--cuda-graph-backend-prefill", "--cuda-graph-bs-prefill", "--cuda-graph-max-bs-prefill")
-_OLD_GRAPHS = ("--enable-breakable-cuda-graph", "--enforce-piecewise-cuda-graph", "--piecewise-cuda-graph-tokens")
 #: By the name of a chosen argument: the user's arguments beside which it is not given.
 NOT_BESIDE: dict[str, Words] = {
     # Each data-parallel worker needs a port of its own.
@@ -43,9 +42,7 @@ NOT_BESIDE: dict[str, Words] = {
     "--disable-prefill-cuda-graph": (
         *_GRAPHS,
         *_PREFILL_GRAPHS,
-        *_OLD_GRAPHS,
-        "--disable-piecewise-cuda-graph",
-        "--piecewise-cuda-graph-max-tokens",
+        "--enable-breakable-cuda-graph",
     ),
     # With the third, SGLang would wait without a limit, for as many free places as it ever read at once.
     "--enable-prefill-delayer": (

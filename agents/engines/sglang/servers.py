@@ -184,6 +184,7 @@ class ServerPool:
             if all(server.recovery is None for server in self.all):
                 raise EngineDown(f"no SGLang server is left: {'; '.join(self.events[-6:])}")
             async with self._changed:
+                # It may have changed before the lock was ours.
                 if not self.up:
                     await self._changed.wait()
         return self.router.choose(self.up, prompt)
@@ -206,6 +207,7 @@ class ServerPool:
     async def _free(self, server: Server, kinds: tuple[str, ...]) -> None:
         if server.freed == kinds:
             return
+        # Before the call: a server that is lost in it may have freed a part, and must start anew.
         server.freed = kinds
         try:
             await server.client.free_memory(kinds)
@@ -311,13 +313,9 @@ class ServerPool:
                     self.events.append(f"server {server.number} is back")
                 except Exception as error:  # the others continue; `pick` raises when none is left
                     tries += 1
-                    is_external = server.process is None
-                    if is_external:
-                        num_used = tries
-                    else:
-                        num_used = server.num_restarts
-                    was_waited_for = is_external and isinstance(error, UserError)
-                    if was_waited_for or num_used >= self.settings.max_restarts:
+                    # One that others started was waited for as long as it may take.
+                    is_gone = server.process is None and isinstance(error, UserError)
+                    if is_gone or max(tries, server.num_restarts) > self.settings.max_restarts:
                         self.events.append(f"server {server.number} given up: {error}")
                         return
                     self.events.append(f"server {server.number} lost again: {error}")
@@ -328,6 +326,7 @@ class ServerPool:
                 self._changed.notify_all()
 
     async def _bring_up(self, server: Server, restart: bool) -> None:
+        # A server whose memory was freed has no weights to go on with.
         has_ended = server.process is not None and bool(server.process.ended())
         if restart or has_ended or server.freed or not await server.client.is_alive():
             server.client.time_out_calls()
@@ -343,6 +342,7 @@ class ServerPool:
         server.num_restarts += 1
         await asyncio.to_thread(process.stop)
         await self._may_start.wait()
+        # The same port: it is still reserved for this server.
         port = int(server.url.rpartition(":")[2] or 0)
         server.process = self._launcher.launch(self.settings, server.number, port)
         server.freed = ()

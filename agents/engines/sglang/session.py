@@ -36,6 +36,7 @@ class SGLangSession:
         tries = 0
         while not turn.is_whole:
             server = await self._assigned_server(request)
+            # Both are of the weights that write now; others may come before the answer.
             adapter = engine.adapter_name
             salt = self._current_salt()
             try:
@@ -45,12 +46,14 @@ class SGLangSession:
                     engine.adapters.note_unended(server.client, adapter)
                 if not engine.is_current(answer.version):
                     raise ServerLost(f"wrote with weights {answer.version}, not {engine.weight_version}")
+                # The server counts what was written before a pause as part of the prompt.
                 if answer.prompt_length is not None and not turn.num_misread:
                     turn.num_misread = answer.prompt_length - len(request.ids) - len(turn.ids)
                 turn.note_cached(answer.num_cached)
                 turn.append(answer.ids, answer.logprobs)
                 turn.stamp(engine.weight_version)
                 turn.finish = answer.finish
+                # A pause explains an answer without a token; otherwise one that never ends would be asked for again.
                 if answer.ids or turn.is_whole or engine.is_paused:
                     engine.count_answer()
                     continue
@@ -60,6 +63,7 @@ class SGLangSession:
                 engine.num_retried += 1
                 fault = str(error)
             except ServerRefused as error:
+                # Another try would be refused too.
                 tries = MAX_TRIES - 1
                 fault = str(error)
             tries += 1

@@ -56,6 +56,7 @@ class SGLangSettings:
 
     def with_key(self) -> SGLangSettings:
         """Return these settings with the key that started servers ask for: the user's, or else a random one."""
+        # The last word on arguments is the user's, so it may be there and not in `api_key`.
         for place, word in enumerate(self.arguments):
             name, _, value = word.partition("=")
             if name == "--api-key":

@@ -44,12 +44,11 @@ def prepared_prompt(
         for number, span in zip(hashes, prompt.spans, strict=True)
     ]
     for item in items:
+        # Stands for the placeholders in the prefix cache, so that images with other hashes share nothing.
         item.set_pad_value()
     if IS_PICKLED:
         return PreparedPrompt(prompt, items, addresses, token_ids)
-    for item, address in zip(items, addresses, strict=True):
-        item.feature = map_image(address)
-        item.model_specific_data = {"image_grid_thw": torch.tensor([address.grid_thw])}
+    _attach(items, addresses)
     return MultimodalProcessorOutput(
         mm_items=items,
         input_ids=prompt.ids,
@@ -58,6 +57,13 @@ def prepared_prompt(
         mrope_position_delta=torch.tensor([[prompt.delta]]),
         **token_ids,
     )
+
+
+def _attach(items: Sequence[Any], addresses: Sequence[ImageAddress]) -> None:
+    """Give SGLang's items their images."""
+    for item, address in zip(items, addresses, strict=True):
+        item.feature = map_image(address)
+        item.model_specific_data = {"image_grid_thw": torch.tensor([address.grid_thw])}
 
 
 _Record: Any = MultimodalProcessorOutput if IS_PICKLED else object
@@ -75,32 +81,21 @@ class PreparedPrompt(_Record):
         self.addresses = tuple(addresses)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        keys = [(item.hash, item.pad_value, item.offsets[0]) for item in self.mm_items]
         padded_ids = array("q", self.build_padded_input_ids(self.prompt.ids, self.mm_items))
         positions = self.prompt.positions_3T.tobytes()
-        return unpack, (padded_ids, keys, self.addresses, positions, self.prompt.delta, self.token_ids)
+        return unpack, (padded_ids, self.mm_items, self.addresses, positions, self.prompt.delta, self.token_ids)
 
 
 def unpack(
     padded_ids: array[int],
-    keys: Sequence[tuple[int, int, tuple[int, int]]],
+    items: list[Any],
     addresses: Sequence[ImageAddress],
     positions: bytes,
     delta: int,
     token_ids: dict[str, Any],
 ) -> Any:
     """Return SGLang's record of a prompt, in the scheduler."""
-    items = [
-        MultimodalDataItem(
-            modality=Modality.IMAGE,
-            hash=number,
-            pad_value=pad_value,
-            offsets=[span],
-            feature=map_image(address),
-            model_specific_data={"image_grid_thw": torch.tensor([address.grid_thw])},
-        )
-        for (number, pad_value, span), address in zip(keys, addresses, strict=True)
-    ]
+    _attach(items, addresses)
     return MultimodalProcessorOutput(
         mm_items=items,
         padded_input_ids=padded_ids,

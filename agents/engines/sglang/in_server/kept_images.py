@@ -45,20 +45,18 @@ class ImageAddress:
     shape: tuple[int, ...]
     dtype: str
     grid_thw: Grid
-    num_bytes: int
 
 
 def keep_image(key: str, patches_PN: torch.Tensor, grid_thw: Grid) -> ImageAddress:
     """Copy patches into new shared memory. It lives until its descriptor is closed and nobody has it mapped."""
     # Memory without a name is freed with its last process, also where that is killed.
     fd = os.memfd_create(f"{MARK}-{key}", os.MFD_CLOEXEC)
-    num_bytes = HEADER + patches_PN.nbytes
-    os.ftruncate(fd, num_bytes)
+    os.ftruncate(fd, HEADER + patches_PN.nbytes)
     memory = mmap.mmap(fd, 0)
     memory[: len(key)] = key.encode()
     torch.frombuffer(memory, dtype=patches_PN.dtype, offset=HEADER).copy_(patches_PN.flatten())
     dtype = str(patches_PN.dtype).removeprefix("torch.")
-    return ImageAddress(key, os.getpid(), fd, tuple(patches_PN.shape), dtype, grid_thw, num_bytes)
+    return ImageAddress(key, os.getpid(), fd, tuple(patches_PN.shape), dtype, grid_thw)
 
 
 def map_image(address: ImageAddress) -> torch.Tensor:
@@ -70,7 +68,7 @@ def map_image(address: ImageAddress) -> torch.Tensor:
     try:
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY)
         try:
-            memory = mmap.mmap(fd, address.num_bytes, access=mmap.ACCESS_COPY)
+            memory = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
     except (OSError, ValueError) as error:
@@ -177,7 +175,7 @@ class KeptImages:
         if done.exception():
             del self._images[key]  # the next request may bring it whole
             return
-        self._num_bytes += done.result().num_bytes
+        self._num_bytes += os.fstat(done.result().fd).st_size
         self._evict()
 
     def _evict(self) -> None:
@@ -187,5 +185,6 @@ class KeptImages:
             if not image.address.done() or image.used_at > time.monotonic() - IN_USE_S:
                 return
             del self._images[key]
-            self._num_bytes -= image.address.result().num_bytes
-            os.close(image.address.result().fd)
+            fd = image.address.result().fd
+            self._num_bytes -= os.fstat(fd).st_size
+            os.close(fd)

@@ -15,8 +15,6 @@ from agents.engines.sglang.in_server.kept_images import Grid, ImageError, KeptIm
 from agents.engines.sglang.in_server.prompts import expand
 
 ARCHITECTURES = tuple(f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"))
-#: Types in which patches are kept. The network casts them to its own, so a narrower type than that would change them.
-NARROW_TYPES = {"bfloat16": torch.bfloat16, "half": torch.float16, "float16": torch.float16}
 
 
 class ImageProcessor(QwenVLImageProcessor):
@@ -27,7 +25,8 @@ class ImageProcessor(QwenVLImageProcessor):
     def __init__(self, hf_config: Any, server_args: Any, _processor: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(hf_config, server_args, _processor, *args, **kwargs)
         self._images = KeptImages(self._cut)
-        self._type = NARROW_TYPES.get(str(server_args.dtype), torch.float32)
+        # The network casts patches to its own type, so a narrower one would change them; for "auto" it is not known.
+        self._type = getattr(torch, server_args.dtype, torch.float32)
 
     def _cut(self, png: bytes) -> tuple[torch.Tensor, Grid]:
         """Return the patches of an image, as SGLang's own way gives them, and their grid."""
