@@ -132,13 +132,8 @@ class SGLangClient:
                         if response.content_type == "application/json":
                             return json.loads(text)
                         return text
-        except (
-            aiohttp.ClientError,
-            TimeoutError,
-            OSError,
-            ValueError,
-            RecursionError,
-        ) as error:  # the last two: no JSON
+        # A `TimeoutError` is an `OSError`; the last two are of what is no JSON.
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             raise ServerLost(f"{self.url}/{path}: {type(error).__name__} {error}".strip()) from error
         finally:
             self._waits.discard(wait)

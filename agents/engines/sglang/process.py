@@ -153,7 +153,7 @@ class LocalProcess:
         """End the process group."""
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             # SIGKILL follows in any case: processes of the server may outlive the first one.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal_number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(STOP_S)

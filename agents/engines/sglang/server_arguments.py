@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from agents.engines.sglang import launch
 from agents.engines.sglang.routing import most_sessions
 from agents.engines.sglang.server_facts import Host, max_positions
 from agents.engines.sglang.settings import ServerPlace, SGLangSettings
 
+#: What ties a server to the life of this process.
+LAUNCH = Path(__file__).with_name("launch.py")
 #: The words of one argument: its name and its values.
 Words = tuple[str, ...]
 #: The largest batch that is captured as a CUDA graph. SGLang counts 2 MiB for each of its rows.
@@ -111,7 +113,7 @@ def launch_command(settings: SGLangSettings, chosen: Sequence[Words]) -> list[st
     """
     words = [word for argument in chosen for word in argument]
     # As a file: as a module it would import its package first, which takes half a second.
-    return [sys.executable, launch.__file__, *settings.command, *words, *settings.arguments]
+    return [sys.executable, str(LAUNCH), *settings.command, *words, *settings.arguments]
 
 
 def _attention(settings: SGLangSettings, place: ServerPlace, host: Host) -> tuple[str, str]:
