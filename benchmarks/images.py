@@ -6,8 +6,7 @@ server is asked in two ways: `before` is SGLang's own (a data URI with every req
 1,024 tokens here. Samples come in groups of 8 that share their prompt. `--profile py-spy` also lists the server's
 busiest functions while it answers the last workload, of text and with each image sent once.
 
-`--parts groups` asks by the engine instead, with samples of a group that wait until one has read their prompt
-(`shared`), and without (`alone`).
+`--parts groups` asks by the engine instead, as a run does.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from agents.engines.sglang import SGLangEngine, SGLangSettings, prompt_reads
+from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.payloads import generate_body, parse_answer, parse_scores, score_body
 from agents.engines.sglang.process import LocalProcess
 from agents.engines.sglang.servers import Server
@@ -166,11 +165,10 @@ async def rate(
 
 
 async def group_rate(
-    engine: SGLangEngine, requests: Sequence[GenerateRequest], concurrency: int, shared: bool
+    engine: SGLangEngine, requests: Sequence[GenerateRequest], concurrency: int
 ) -> tuple[float, float]:
     """Return the turns written a second by the engine, and the tokens that the server read for each."""
     waiting, read = list(requests)[::-1], 0
-    prompt_reads.MIN_TOKENS = 0 if shared else sys.maxsize
 
     async def client() -> None:
         nonlocal read
@@ -187,23 +185,15 @@ async def group_rate(
 
 
 async def groups(engine: SGLangEngine, workload: Workload, cell: Cell, repeats: int) -> list[dict[str, Any]]:
-    """Return the median rates of groups by the engine, of text and of images, alone and shared by turns."""
+    """Return the median rates of groups by the engine, of text and of images."""
     rows = []
     for with_images in (False, True):
-        for shared in (False, True):  # compiles kernels
-            await group_rate(engine, workload.requests(replace(cell, concurrency=8), with_images), 8, shared)
-        found = [
-            [
-                await group_rate(engine, workload.requests(cell, with_images), cell.concurrency, shared)
-                for shared in (False, True)
-            ]
-            for _ in range(repeats)
-        ]
-        (alone, alone_read), (shared_rate, shared_read) = np.median(found, axis=0).tolist()
-        rows.append(
-            {**vars(cell), "with_images": with_images, "alone": alone, "shared": shared_rate}
-            | {"alone_read": alone_read, "shared_read": shared_read}
-        )
+        # Compiles kernels.
+        await group_rate(engine, workload.requests(replace(cell, concurrency=8), with_images), 8)
+        requests = [workload.requests(cell, with_images) for _ in range(repeats)]
+        found = [await group_rate(engine, each, cell.concurrency) for each in requests]
+        median_rate, read = np.median(found, axis=0).tolist()
+        rows.append({**vars(cell), "with_images": with_images, "rate": median_rate, "read": read})
     return rows
 
 
@@ -295,7 +285,7 @@ async def profiles(
         for _ in range(PROFILED):
             requests = workload.requests(cell, with_images)
             if by_engine:
-                plays.append(partial(group_rate, engine, requests, cell.concurrency, shared=True))
+                plays.append(partial(group_rate, engine, requests, cell.concurrency))
             else:
                 plays.append(partial(rate, server, requests, cell.concurrency, workload.renderer.image_token_id))
         found[kind] = await profiled(server, plays, options.profile, options.out / f"{kind}.stacks")

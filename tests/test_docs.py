@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from agents.engines.sglang.server_arguments import Argument, ServerFacts, choose_arguments, choose_variables
-from agents.engines.sglang.server_facts import Gpu, ServedModel
+from agents.engines.sglang.server_arguments import NOT_BESIDE, choose_arguments, choose_variables
+from agents.engines.sglang.server_facts import Host
+from agents.engines.sglang.settings import ServerPlace, SGLangSettings
+from agents.model import STARTER_PATH
 from envs.check import CHECKS
 from envs.env import CallPolicy, EnvArgs
 from envs.grading import GRADERS
@@ -149,7 +151,7 @@ def test_every_flag_of_the_pages_on_rollouts_and_engines_is_one_of_the_command()
     text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("rollouts.md", "engines.md"))
     others = {"--enable-fp32-lm-head", "--enable-lora", "--max-lora-rank", "--skip-tokenizer-init"}  # of SGLang
     others |= {"--tokenizers", "--only", "--variant", "--images", "--profile"}  # of other commands
-    others |= {name for argument in chosen_arguments() for name in argument.names}
+    others |= {words[0] for words in chosen_arguments()} | {name for names in NOT_BESIDE.values() for name in names}
     named = set(re.findall(r"--[a-z][a-z0-9-]+", text)) - others
     done = run_command("trainer.run", "--help-all")
     known = set(re.findall(r"--[a-z][a-z0-9-]+", done.stdout))
@@ -159,15 +161,16 @@ def test_every_flag_of_the_pages_on_rollouts_and_engines_is_one_of_the_command()
 
 def test_the_table_of_started_servers_has_every_argument_and_variable_that_is_chosen() -> None:
     table = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8").split("### Arguments of started servers")[1]
-    names = {argument.words[0] for argument in chosen_arguments()} | {*choose_variables("float32")}
+    obvious = {"--model-path", "--tp-size", "--port", "--host", "--dtype", "--base-gpu-id", "--weight-version"}
+    obvious |= {"--log-level", "--lora-target-modules", "--max-lora-rank", "--max-loras-per-batch"}
+    names = {words[0] for words in chosen_arguments()} - obvious | {*choose_variables("float32")}
     assert [name for name in names if f"`{name}`" not in table.split("\n## ")[0]] == []
 
 
-def chosen_arguments() -> tuple[Argument, ...]:
-    """Return arguments of every kind: for a server that shares its GPU, with images and a short context."""
-    checkpoint = ServedModel(reads_images=True, max_positions=10_000, weight_bytes=1, token_bytes=1)
-    gpu = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30)
-    return choose_arguments(ServerFacts(gpu, True, checkpoint, context_length=100, servers_on_gpu=2))
+def chosen_arguments() -> list[tuple[str, ...]]:
+    """Return arguments of every kind: for a server with adapters and a short context beside the learner."""
+    settings = SGLangSettings(str(STARTER_PATH), context_length=100, lora_rank=8, frees_memory=True)
+    return choose_arguments(settings, ServerPlace(30000), Host(1, (9,), True, True))
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -26,7 +27,6 @@ from agents.engines.busy import BusyTime
 from agents.engines.decode_step import DecodeStep, GraphPool
 from agents.engines.hf_batch import BatchCache, BatchTurn, CachedPrefix, Sampler, unread_images, with_one_prompt
 from agents.model.cpu import compute
-from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
@@ -93,16 +93,16 @@ class HFEngine:
         self._open: dict[int, _Session] = {}
         self._waiting: list[tuple[_Session, BatchTurn]] = []
         self._waiting_since = 0.0
-        self._slots: asyncio.Semaphore | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
         self._running: asyncio.Task[None] | None = None
         self._paused = self._closed = False
-        self._num_scoring = 0
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[_Session]:
         """Open a session; waits while `max_batch` are open."""
-        async with self._slots_of_loop():
+        # A semaphore belongs to one event loop, and an engine may outlive several.
+        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_batch))
+        async with slots:
             session = _Session(self, self._opened)
             self._opened += 1
             self._open[session.order] = session
@@ -111,14 +111,6 @@ class HFEngine:
             finally:
                 del self._open[session.order]
                 self._start_if_ready()
-
-    def _slots_of_loop(self) -> asyncio.Semaphore:
-        """Return the semaphore that limits sessions. It belongs to one event loop; an engine may outlive several."""
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._loop is not loop:
-            self._slots = asyncio.Semaphore(self.max_batch)
-            self._loop = loop
-        return self._slots
 
     async def submit(self, session: _Session, request: GenerateRequest) -> Completion:
         """Queue one turn; it runs once all open sessions wait for a turn."""
@@ -154,7 +146,9 @@ class HFEngine:
         overdue = loop.time() - self._waiting_since >= self.max_wait_s
         if len(self._waiting) < len(self._open) and not overdue:
             return
+        # One draw serves all rows of a batch, so they share temperature and suppressed ids.
         distribution = self._waiting[0][1].distribution
+        # In the order in which sessions opened: the order in which turns arrive depends on the clock.
         batch = sorted(
             (entry for entry in self._waiting if entry[1].distribution == distribution),
             key=lambda entry: entry[0].order,
@@ -169,7 +163,7 @@ class HFEngine:
             with self.busy.request():
                 await compute(self.write, [turn for _, turn in batch])
             for session, turn in batch:
-                if turn.is_cancelled:
+                if turn.future.cancelled():
                     continue
                 session.prefix = turn.prefix
                 if turn.is_whole:
@@ -227,12 +221,12 @@ class HFEngine:
         """
         idle = self._paused and not self._running
         assert idle or not self._open, f"weights change only while paused, {len(self._open)} sessions are open"
-        assert not self._num_scoring, "weights must not change while a stream is scored"
         own = self.weights()
         assert own.keys() == weights.keys(), sorted(own.keys() ^ weights.keys())[:3]
         with torch.no_grad():
             for name, weight in weights.items():
                 own[name].copy_(weight)
+        # A run that goes back must not use what the abandoned weights have read.
         is_next = version > self.weight_version
         self.weight_version = version
         if self.keeps_kv_cache and is_next:
@@ -249,11 +243,7 @@ class HFEngine:
 
     async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob of each id but the first, given those before it, at temperature 1; nothing suppressed."""
-        self._num_scoring += 1
-        try:
-            return await compute(stream_logprobs, self.model, ids, images, self.device, self._dtype)
-        finally:
-            self._num_scoring -= 1
+        return await compute(stream_logprobs, self.model, ids, images, self.device, self._dtype)
 
     @torch.inference_mode()
     def write(self, turns: Sequence[BatchTurn]) -> None:
@@ -263,12 +253,13 @@ class HFEngine:
         for turn in turns:
             turn.note_cached(len(turn.prefix.ids))
         self._read_prompts(turns)
+        # The cache never grows: it has room for the longest unread part and the longest turn.
         capacity = max(len(t.stream) - len(t.prefix.ids) for t in turns) + max(t.num_left for t in turns)
         cache = BatchCache([turn.prefix for turn in turns], capacity, self.device)
         positions_B = torch.tensor(
-            [int(self._positions(t.stream, t.request.images).max()) + 1 for t in turns], device=self.device
+            [int(self.model.positions(t.stream, t.request.images).max()) + 1 for t in turns], device=self.device
         )
-        self._decode(cache, self._read(turns, positions_B, cache), positions_B, turns)
+        self._decode(cache, self._prefill(turns, [len(turn.stream) for turn in turns], cache), positions_B, turns)
         self._step = None
         for turn in turns:
             turn.stamp(self.weight_version)
@@ -279,6 +270,7 @@ class HFEngine:
         if not groups:
             return
         first = [group[0] for group in groups]
+        # Without the last token, which each session reads itself: its logits are those to draw from.
         ends = [len(turn.stream) - 1 for turn in first]
         cache = BatchCache([turn.prefix for turn in first], max(ends), self.device)
         self._prefill(first, ends, cache)
@@ -286,15 +278,6 @@ class HFEngine:
             prompt = CachedPrefix(first[row].stream[:-1], cache.row(row, is_last=True))
             for turn in group:
                 turn.prefix = prompt
-
-    def _read(self, turns: Sequence[BatchTurn], positions_B: Tensor, cache: BatchCache) -> Tensor:
-        """Read what is new of each stream, whose next positions are given; return the logits after it, (B, V)."""
-        ends = [len(turn.stream) for turn in turns]
-        last = [turn.stream[-1] for turn in turns]
-        is_one_text = all(end - len(turn.prefix.ids) == 1 for end, turn in zip(ends, turns, strict=True))
-        if not is_one_text or not cache.layers or self.model.image_token_id in last:
-            return self._prefill(turns, ends, cache)
-        return self._next(cache, torch.tensor(last, device=self.device), positions_B - 1, [True] * len(turns))
 
     def _next(self, cache: BatchCache, ids_B: Tensor, positions_B: Tensor, real: Sequence[bool]) -> Tensor:
         """Read one more token a row; return the logits after it, (B, V)."""
@@ -315,14 +298,10 @@ class HFEngine:
                 self._graphs = None
         return self._step
 
-    def _positions(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.int64]:
-        ids_T = np.asarray(ids, dtype=np.int64)
-        grids = [image.grid_thw for image in images]
-        return mrope_positions(ids_T, grids, self.model.image_token_id, self.model.merge_size)
-
     def _prefill(self, turns: Sequence[BatchTurn], ends: Sequence[int], cache: BatchCache) -> Tensor:
         """Read what is new of each stream up to its end here; return the logits after it, (B, V)."""
         width = max(end - len(turn.prefix.ids) for end, turn in zip(ends, turns, strict=True))
+        # Padded on the left, so that what is new ends at the same column in all rows.
         ids_BT = torch.zeros(len(turns), width, dtype=torch.long)
         positions_3BT = torch.zeros(3, len(turns), width, dtype=torch.long)
         real_BT = torch.zeros(len(turns), width, dtype=torch.bool)
@@ -333,7 +312,7 @@ class HFEngine:
             new = end - read
             ids_BT[row, width - new :] = torch.tensor(stream[read:])
             positions_3BT[:, row, width - new :] = torch.from_numpy(
-                self._positions(stream, turn.request.images)[:, read:]
+                self.model.positions(stream, turn.request.images)[:, read:]
             )
             real_BT[row, width - new :] = True
             images.append(unread_images(turn, self.model.image_token_id))
@@ -359,11 +338,12 @@ class HFEngine:
         while True:
             ids_B = sampler.draw(logits_BV)
             for index, turn in enumerate(sampler.turns):
-                if self._paused or turn.is_cancelled:
+                if self._paused or turn.future.cancelled():
                     sampler.alive[index] = False
             if not any(sampler.alive):
                 self._release(sampler, cache, range(len(sampler.turns)), is_last=True)
                 return
+            # Rows that have ended are computed along until few are alive: leaving them out copies the cache.
             if sum(sampler.alive) <= self._least_alive * len(sampler.alive):
                 self._release(sampler, cache, [i for i, alive in enumerate(sampler.alive) if not alive], is_last=False)
                 keep = torch.tensor(sampler.alive, device=self.device).nonzero()[:, 0]

@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.engines.pending_turn import PendingTurn
@@ -28,10 +26,6 @@ class CachedPrefix:
     ids: tuple[int, ...] = ()
     layers: tuple[Tensor, ...] = ()
 
-    def first(self, count: int) -> CachedPrefix:
-        """Return the part that holds so many tokens."""
-        return CachedPrefix(self.ids[:count], tuple(layer[:, :, :count] for layer in self.layers))
-
 
 @dataclass(eq=False)
 class BatchTurn(PendingTurn):
@@ -39,11 +33,6 @@ class BatchTurn(PendingTurn):
 
     prefix: CachedPrefix
     future: asyncio.Future[Completion]
-
-    @cached_property
-    def uniforms(self) -> NDArray[np.float64]:
-        """One uniform number per token, drawn in advance: the i-th token of a turn always gets the same one."""
-        return np.random.default_rng(self.request.seed).random(self.request.max_new_tokens)
 
     @property
     def distribution(self) -> tuple[float, tuple[int, ...]]:
@@ -56,11 +45,6 @@ class BatchTurn(PendingTurn):
         if self.ids:
             return (*self.request.ids, *self.ids)
         return self.request.ids
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether the call that waits for the turn was cancelled."""
-        return self.future.cancelled()
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append sampled ids; the last one may end the turn."""
@@ -81,6 +65,7 @@ class BatchCache:
         self.columns_BC = torch.zeros(len(prefixes), self.length + capacity, dtype=torch.bool, device=device)
         self.layers: list[Tensor] = []
         for row, prefix in enumerate(prefixes):
+            # Prefixes end at the same column, so that new tokens of all rows go to the same one.
             first = self.length - len(prefix.ids)
             self.columns_BC[row, first : self.length] = True
             for layer, stored in enumerate(prefix.layers):
@@ -160,10 +145,13 @@ class Sampler:
         most = max(turn.num_left for turn in turns)
         uniforms_BT = np.zeros((len(turns), most))
         most_stops = max(len(turn.request.sampling.stop_ids) for turn in turns)
+        # No token is -1: a row with fewer stop ids than others matches none there.
         stops_BS = np.full((len(turns), most_stops), -1)
         for row, turn in enumerate(turns):
             stop_ids = turn.request.sampling.stop_ids
-            uniforms_BT[row, : turn.num_left] = turn.uniforms[len(turn.ids) :]
+            # One for each token of the whole turn: a pause changes none of them.
+            uniforms = np.random.default_rng(turn.request.seed).random(turn.request.max_new_tokens)
+            uniforms_BT[row, : turn.num_left] = uniforms[len(turn.ids) :]
             stops_BS[row, : len(stop_ids)] = stop_ids
         self._uniforms_BT, self._stops_BS = (torch.from_numpy(x).to(device) for x in (uniforms_BT, stops_BS))
         self._left_B = torch.tensor([turn.num_left for turn in turns], device=device)
@@ -188,6 +176,7 @@ class Sampler:
         self._logprobs_BT[:, step] = logprobs_BV.gather(-1, ids_B[:, None])[:, 0]
         self._num_drawn += 1
         ends_B = (ids_B[:, None] == self._stops_BS).any(-1) | (self._left_B == self._num_drawn)
+        # The only place where a step waits for the GPU.
         for row, ends in enumerate(ends_B.tolist()):
             if self.alive[row]:
                 self._counts[row] = self._num_drawn

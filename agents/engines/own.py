@@ -5,8 +5,9 @@ A user's function takes an `EngineSetup` and returns an `Engine`; to be trained,
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 from agents.engines.base import Engine, EngineSetup, TrainableEngine
@@ -57,6 +58,7 @@ def missing_parts(found: object, protocol: type = TrainableEngine) -> list[str]:
     >>> missing_parts(object(), Session)
     ['async generate(request)']
     """
+    # What every engine has comes before what only training needs.
     names = [name for base in reversed(protocol.__mro__) for name in vars(base) if name[0] != "_"]
     return [part for name in names if (part := _missing_part(found, name, inspect.getattr_static(protocol, name)))]
 
@@ -72,17 +74,8 @@ def _missing_part(found: object, name: str, promised: Any) -> str:
         return f"{name}, a whole number"
     parameters = [*inspect.signature(promised).parameters][1:]
     is_async = inspect.iscoroutinefunction(promised)
-    has_it = callable(own) and _takes(own, parameters) and (not is_async or inspect.iscoroutinefunction(own))
-    if has_it:
-        return ""
+    with contextlib.suppress(TypeError):  # also of what is no function
+        inspect.signature(own).bind(*parameters)  # type: ignore[arg-type]
+        if not is_async or inspect.iscoroutinefunction(own):
+            return ""
     return f"{'async ' * is_async}{name}({', '.join(parameters)})"
-
-
-def _takes(method: Callable[..., object], parameters: Sequence[str]) -> bool:
-    try:
-        inspect.signature(method).bind(*parameters)
-    except TypeError:
-        return False
-    except ValueError:  # code in C, which does not tell its parameters
-        return True
-    return True

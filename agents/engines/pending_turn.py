@@ -56,6 +56,7 @@ class PendingTurn:
 
     def completion(self) -> Completion:
         """Return the turn; one that is not whole is given up, and ends as "abort"."""
+        # All tokens that were asked for are there: then it ended by length, whatever the engine said.
         rest = "length" if self.is_whole else "abort"
         return Completion(
             ids=tuple(self.ids),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,6 @@ class _Session:
     def __init__(self, engine: ScriptedEngine) -> None:
         self._engine = engine
         self._turn = 0
-
-    async def __aenter__(self) -> _Session:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        return None
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return the next turn, cut at the budget."""
@@ -79,6 +74,7 @@ class ScriptedEngine(StillEngine):
         text = self.script(number, request)
         return (*self.tokenizer(text, add_special_tokens=False)["input_ids"], request.sampling.stop_ids[-1])
 
-    def session(self) -> _Session:
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[_Session]:
         """Open a session that starts at turn 0."""
-        return _Session(self)
+        yield _Session(self)

@@ -26,7 +26,11 @@ class ServerLost(Exception):
 
 
 class ServerRefused(Exception):
-    """The server answered that it will not do this; another try would not help."""
+    """The server answered, with an HTTP status, that it will not do this; another try would not help."""
+
+    def __init__(self, reason: str, status: int = 0) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 class ServerStuck(ServerLost):

@@ -71,6 +71,7 @@ class Architecture:
         Raises `UserError` where it cannot be read.
         """
         with _checkpoint_errors(path):
+            # Transformers itself only logs what a checkpoint lacks.
             return self._class().from_pretrained(path, output_loading_info=True, **options)
 
     def _class(self) -> Any:
@@ -144,6 +145,7 @@ def architecture_of(config: Any) -> Architecture:
     if blocks > MAX_BLOCKS:  # they are made one after the other, long before the weights are looked at
         rule, fix = f"must have at most {MAX_BLOCKS} layers", "take the config.json of the model's repository"
         raise UserError("--model", rule, blocks, fix)
+    # Absent where every layer attends to all tokens.
     kinds = set(text.to_dict().get("layer_types") or ()) - {"full_attention"}
     if kinds:
         fix = "give a model whose config.json has use_sliding_window false"

@@ -10,7 +10,6 @@ B sequences of a bucket, D values of a head.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,14 +87,12 @@ class Segments:
         q_lengths = [s.length for s in spans]
         k_lengths = [s.num_keys for s in spans]
         shares = any(s.prefix_length for s in spans)
-        if not shares and len(set(q_lengths)) == 1:
-            even = q_lengths[0]
-        else:
-            even = 0
+        even = 0
+        keys_K = None
         if shares:
-            keys = np.concatenate([_keys(span) for span in spans])
-        else:
-            keys = None
+            keys_K = torch.from_numpy(np.concatenate([_keys(span) for span in spans])).to(device)
+        elif len(set(q_lengths)) == 1:
+            even = q_lengths[0]
         buckets: tuple[SequenceBatch, ...] = ()
         rows = None
         if with_buckets and not even:
@@ -103,7 +100,7 @@ class Segments:
         return cls(
             q_bounds_S=_bounds(q_lengths, device),
             k_bounds_S=_bounds(k_lengths, device),
-            keys_K=None if keys is None else torch.from_numpy(keys).to(device),
+            keys_K=keys_K,
             max_q=_rounded(max(q_lengths)),
             max_k=_rounded(max(k_lengths)),
             is_causal=is_causal,
@@ -177,16 +174,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scali
     return out[..., :size]
 
 
-def _grouped_heads() -> dict[str, Any]:
-    """Return the arguments for keys with fewer heads: torch up to 2.11 needs none, later versions need a flag."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        return {"enable_gqa": True}
-    return {}
-
-
-_GROUPED_HEADS = _grouped_heads()
+#: For keys with fewer heads than queries: torch up to 2.11 needs no flag, later versions do.
+_GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
 
 
 def text_attention(
@@ -202,14 +191,15 @@ def text_attention(
 
     With `segments` there is one packed row and the mask is ignored; without, this is Transformers' "sdpa".
     """
-    if segments is None and query.shape[2] == 1:
+    if segments is not None:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return segment_attention(q, k, v, segments, options["scaling"]).unsqueeze(0), None
+    # A decode step: Transformers would copy keys and values for each of their query heads.
+    if query.shape[2] == 1:
         return _one_query(query, key, value, attention_mask, options["scaling"]), None
-    if segments is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return segment_attention(q, k, v, segments, options["scaling"]).unsqueeze(0), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def _one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -230,7 +220,7 @@ def vision_attention(
     attention_mask: Tensor | None,
     scaling: float,
     cu_seq_lens_q: Tensor,
-    segments: Sequence[Segments] | Segments,
+    segments: Sequence[Segments],
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a vision layer inside each image or window.
@@ -238,12 +228,8 @@ def vision_attention(
     Tensors are (1, heads, T, D); returns (1, T, heads, D). A tower with windows has two segmentations of its patches;
     the bounds that a layer gets say which one to use.
     """
-    if isinstance(segments, Segments):
-        candidates = (segments,)
-    else:
-        candidates = segments
     # By identity: a comparison of values would recompile a compiled block for every new number of sequences.
-    chosen = next(each for each in candidates if each.q_bounds_S is cu_seq_lens_q)
+    chosen = next(each for each in segments if each.q_bounds_S is cu_seq_lens_q)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return segment_attention(q, k, v, chosen, scaling).unsqueeze(0), None
 
@@ -285,6 +271,7 @@ def _buckets(
     """
 
     def size(span: Span) -> tuple[int, int]:
+        # Up to a power of two: less than half of a bucket is padding.
         return (span.length - 1).bit_length(), (span.num_keys - 1).bit_length()
 
     order = sorted(range(len(spans)), key=lambda index: (size(spans[index]), index))
@@ -301,6 +288,7 @@ def _buckets(
         seen_BQK[:, :, 0] = True  # a padding query that sees nothing would give NaN
         for number, span in enumerate(chosen):
             queries_BQ[number, : span.length] = np.arange(span.start, span.start + span.length)
+            # Places of other rows of the bucket stay 0: the mask hides them.
             keys_BK[number, : span.num_keys] = _keys(span)
             everything = np.ones((span.length, span.num_keys), dtype=np.bool_)
             seen_BQK[number, : span.length, : span.num_keys] = (

@@ -38,6 +38,7 @@ def linear_scores(
     `compiled` fuses the operations after the matrix products, which memory bandwidth limits on a GPU, into few kernels.
     """
     with torch.autocast(hidden_NH.device.type, enabled=False):
+        # Autocast would round the products to half precision.
         return _LinearScores.apply(hidden_NH, weight_VH, targets_N, distribution, compiled)  # type: ignore[no-any-return]
 
 
@@ -69,6 +70,7 @@ class _LinearScores(torch.autograd.Function):
         for chunk in chunks_of(count, len(weight_VH)):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, distribution)
             logprobs_N[chunk], entropy_N[chunk], norm_N[chunk] = summarise(logits_CV, targets_N[chunk])
+        # Not the logits: they are larger than all that the network keeps. They are computed again.
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, norm_N)
         ctx.distribution = distribution
         ctx.compiled = compiled
@@ -79,23 +81,17 @@ class _LinearScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden_NH, weight_VH, targets_N, entropy_N, norm_N = ctx.saved_tensors
         grad_logprobs_N, grad_entropy_N = grads
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        if wants_hidden:
-            grad_hidden_NH = torch.empty_like(hidden_NH)
-        else:
-            grad_hidden_NH = None
-        if wants_weight:
+        grad_hidden_NH = torch.empty_like(hidden_NH)
+        grad_weight_VH = None
+        if ctx.needs_input_grad[1]:  # not where only adapters are trained
             grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
-        else:
-            grad_weight_VH = None
         derive = kernel(derivative, ctx.compiled)
         for chunk in chunks_of(len(hidden_NH), len(weight_VH)):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, ctx.distribution)
             scale = 1 / ctx.distribution.temperature
             numbers = (x[chunk] for x in (targets_N, norm_N, entropy_N, grad_logprobs_N, grad_entropy_N))
             grad_CV = derive(logits_CV, *numbers, scale).to(hidden_NH.dtype)
-            if grad_hidden_NH is not None:
-                grad_hidden_NH[chunk] = grad_CV @ weight_VH
+            grad_hidden_NH[chunk] = grad_CV @ weight_VH
             if grad_weight_VH is not None:
                 grad_weight_VH += float32_product(grad_CV.T, hidden_NH[chunk])
         return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None, *[None] * 3
@@ -116,6 +112,7 @@ def law_logits(logits_CV: Tensor, distribution: SamplingDistribution) -> Tensor:
 
 def _summary(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-prob, entropy and the log of the sum of exponentials: h = log sum exp z - sum p z."""
+    # Taken off, so that no exponential overflows.
     top_C1 = logits_CV.amax(-1, keepdim=True)
     shifted_CV = logits_CV - top_C1
     exps_CV = shifted_CV.exp()

@@ -7,6 +7,7 @@ spread over height and width; the text after it continues at one past the image'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,15 +31,13 @@ def mrope_positions(
     positions_3T = np.empty((3, len(ids_T)), dtype=np.int64)
     cursor = 0
     start = 0
-    image_at = np.flatnonzero(ids_T == image_token_id)
     used = 0
-    for time, height, width in grids:
-        rows = height // merge_size
-        columns = width // merge_size
+    image_at = np.flatnonzero(ids_T == image_token_id)
+    shapes = [(time, height // merge_size, width // merge_size) for time, height, width in grids]
+    expected = sum(map(math.prod, shapes))
+    assert len(image_at) == expected, f"placeholders: {len(image_at)} in the stream, {expected} in grids"
+    for time, rows, columns in shapes:
         count = time * rows * columns
-        assert used + count <= len(image_at), (
-            f"placeholders: {len(image_at)} in the stream, over {used + count} in grids"
-        )
         first = int(image_at[used])
         last = int(image_at[used + count - 1])
         assert last - first == count - 1, f"placeholders {first} to {last} are no unbroken run of {count}"
@@ -47,10 +46,10 @@ def mrope_positions(
         cursor += text
         grid = np.stack(np.meshgrid(np.arange(time), np.arange(rows), np.arange(columns), indexing="ij"))
         positions_3T[:, first : first + count] = cursor + grid.reshape(3, -1)
+        # Text goes on behind the largest position of the image.
         cursor += max(rows, columns)
         start = first + count
-        used = used + count
-    assert used == len(image_at), f"placeholders: {len(image_at)} in the stream, {used} in grids"
+        used += count
     positions_3T[:, start:] = cursor + np.arange(len(ids_T) - start)
     return positions_3T
 

@@ -41,6 +41,7 @@ class VisionBatch:
         total = 0
         for stream in images:
             for image in stream:
+                # By content: one image that several streams show is encoded once.
                 if image.digest not in start_of:
                     start_of[image.digest] = total
                     unique.append(image)

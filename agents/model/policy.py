@@ -19,16 +19,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from agents.model.architectures import NO_IMAGE_TOKEN, architecture_of, read_config
 from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, needs_buckets, register_attention
 from agents.model.linear_logprobs import float32_product, linear_scores
+from agents.model.mrope import mrope_positions
 from agents.model.packed import PackedStreams, VisionBatch
 from agents.model.vision import tower_inputs
-from agents.types import SamplingDistribution
+from agents.types import ProcessedImage, SamplingDistribution
 
 
 class PolicyModel(nn.Module):
@@ -47,7 +50,12 @@ class PolicyModel(nn.Module):
         self.compiled_scores = False
         self.config: Any = backbone.config
         self.architecture = architecture_of(self.config)
+        #: The id of the image placeholder, and patches per token along each side; without vision no token has the id.
+        self.image_token_id = NO_IMAGE_TOKEN
+        self.merge_size = 1
         if self.architecture.vision:
+            self.image_token_id = int(self.config.image_token_id)
+            self.merge_size = int(self.config.vision_config.spatial_merge_size)
             self._vision_tower.config._attn_implementation = VISION_ATTENTION
         if self.architecture.deepstack:
             self._decoder._deepstack_process = add_features
@@ -76,6 +84,7 @@ class PolicyModel(nn.Module):
         backbone: Any = self.backbone
         if weights is None:
             weights = dict(self.named_parameters())  # names a tied weight once
+        # Transformers knows the network without our prefix.
         state = {n.removeprefix("backbone."): tensor.detach().to("cpu", dtype) for n, tensor in weights.items()}
         backbone.save_pretrained(folder, state_dict=state)
         self.save_settings(folder, dtype)
@@ -89,20 +98,6 @@ class PolicyModel(nn.Module):
         if self.architecture.processor:  # for servers; TrueTurn does not read it
             text = json.dumps({"processor_class": self.architecture.processor}, indent=1) + "\n"
             (Path(folder) / "processor_config.json").write_text(text, encoding="utf-8")
-
-    @property
-    def image_token_id(self) -> int:
-        """The id of the image placeholder; -1, which no token has, without vision."""
-        if self.architecture.vision:
-            return int(self.config.image_token_id)
-        return NO_IMAGE_TOKEN
-
-    @property
-    def merge_size(self) -> int:
-        """Patches per token along each side; 1 without vision."""
-        if self.architecture.vision:
-            return int(self.config.vision_config.spatial_merge_size)
-        return 1
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -141,6 +136,7 @@ class PolicyModel(nn.Module):
             window = tower.config.window_size // tower.config.patch_size // self.merge_size
         pixels_PD = pixels_PD.to(tower.dtype if dtype is None else dtype)
         kind = pixels_PD.device.type
+        # Under autocast queries and keys have its type, whatever the pixels have.
         if torch.is_autocast_enabled(kind):
             attends_in = torch.get_autocast_dtype(kind)
         else:
@@ -149,6 +145,11 @@ class PolicyModel(nn.Module):
         inputs = tower_inputs(grids, self.merge_size, window, pixels_PD.device, with_buckets)
         output = tower(pixels_PD, return_dict=True, **inputs)
         return [output.pooler_output, *(output.deepstack_features if self.architecture.deepstack else ())]
+
+    def positions(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.int64]:
+        """Return the mRoPE positions of a stream, (3, T)."""
+        ids_T = np.asarray(ids, dtype=np.int64)
+        return mrope_positions(ids_T, [image.grid_thw for image in images], self.image_token_id, self.merge_size)
 
     def forward(
         self,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from agents.model.attention import Span, needs_buckets
 from agents.model.linear_logprobs import law_logits
-from agents.model.mrope import mrope_positions
 from agents.model.packed import PackedStreams
 from agents.model.policy import PolicyModel
 from agents.types import ProcessedImage, SamplingDistribution
@@ -38,13 +37,13 @@ def stream_logprobs(
 
     The network computes in `dtype`.
     """
+    # The first token has nothing before it to be predicted from.
     if len(ids) < 2:
         return np.zeros(0, dtype=np.float32)
     ids_T = np.asarray(ids, dtype=np.int64)
-    grids = [image.grid_thw for image in images]
     packed = PackedStreams.build(
         ids_T=ids_T,
-        positions_3T=mrope_positions(ids_T, grids, model.image_token_id, model.merge_size),
+        positions_3T=model.positions(ids, images),
         spans=[Span(0, len(ids_T))],
         images=[images],
         before_N=np.arange(len(ids_T) - 1),

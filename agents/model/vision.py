@@ -29,6 +29,7 @@ def tower_inputs(
         spans = [Span(start, length) for start, length in zip(starts, lengths, strict=False)]
         return Segments.build(spans, False, device, with_buckets)
 
+    # Frames of a video attend to themselves alone.
     frames = [height * width for time, height, width in grids for _ in range(time)]
     images = segments(frames)
     inputs: dict[str, Any] = {
@@ -36,7 +37,7 @@ def tower_inputs(
         "position_ids": torch.cat([_patch_positions(grid, merge) for grid in grids]).to(device),
         "cu_seqlens": images.q_bounds_S,
         "max_seqlen": images.max_q,
-        "segments": images,
+        "segments": (images,),
     }
     if window is not None:
         orders, cuts = zip(*(_windows(grid, merge, window) for grid in grids), strict=True)
@@ -55,6 +56,7 @@ def tower_inputs(
 @functools.lru_cache(maxsize=256)
 def _patch_positions(grid: Grid, merge: int) -> Tensor:
     """Return the row and column of each patch, (patches, 2), in the processor's order of merge blocks."""
+    # Tokens merge blocks of patches, so a block's patches follow each other.
     time, height, width = grid
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     both = torch.stack([rows, columns], dim=-1).view(height // merge, merge, width // merge, merge, 2)

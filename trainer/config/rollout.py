@@ -48,7 +48,7 @@ class ServersConfig(Section):
         description="file with the API key of the servers; empty: the variable TRUETURN_ENGINE_API_KEY, or without it "
         "a random key for started servers and none for running ones",
     )
-    num_servers: int = Field(default=1, ge=1, description="SGLang servers to start; beyond the GPUs they share them")
+    num_servers: int = Field(default=1, ge=1, description="SGLang servers to start, on GPUs of their own")
     tensor_parallel: int = Field(default=1, ge=1, description="GPUs of one started server")
     first_gpu: int | None = Field(
         default=None,

@@ -29,14 +29,10 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class Shared:
-    """GPUs of learner ranks that a server uses too: their node, and their names there as Ray gives them.
-
-    At most `servers_on_gpu` servers share one of them.
-    """
+    """GPUs of learner ranks that a server uses too: their node, and their names there as Ray gives them."""
 
     node: str
     gpus: tuple[str, ...]
-    servers_on_gpu: int = 1
 
 
 class ServerHost:
@@ -70,7 +66,7 @@ class ServerHost:
             self._settings = replace(self._settings, log_folder=own)
         # Held until the server listens, so that no other process takes it meanwhile.
         self._ports = ReservedPorts(1, address, [self._port] if self._port else [])
-        place = ServerPlace(self._ports.numbers[0], address, servers_on_gpu=shared.servers_on_gpu)
+        place = ServerPlace(self._ports.numbers[0], address)
         self._process = LocalProcess(self._settings, self._number, place)
         return self._process.url, node
 
@@ -224,7 +220,7 @@ def shared_place(learners: Sequence[Place], others: Sequence[Shared], num_server
     """Return the GPUs of a server: those of the first ranks, all on one node, that the fewest `others` use.
 
     Raises:
-        UserError: no node has enough ranks for a server.
+        UserError: no node has enough ranks for a server, or all have too few GPUs for a GPU of each server's own.
     """
     nodes: dict[str, list[str]] = {}
     for rank in learners:
@@ -237,6 +233,10 @@ def shared_place(learners: Sequence[Place], others: Sequence[Shared], num_server
     if not slots:
         rule = f"must be at most the {max(map(len, nodes.values()), default=0)} learners of one node"
         raise UserError("--tensor-parallel", rule, tensor_parallel, "give less, or --placement split")
+    if any(rank.gpus for rank in learners) and num_servers > len(slots):
+        raise UserError(
+            "--num-servers", f"must be at most {len(slots)}, the servers that fit", num_servers, "give less"
+        )
     taken = Counter((other.node, other.gpus) for other in others)
     place = min(range(len(slots)), key=lambda place: taken[slots[place]])
-    return Shared(*slots[place], servers_on_gpu=len(range(place, num_servers, len(slots))))
+    return Shared(*slots[place])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import shlex
-import urllib.error
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ from agents.engines.sglang import SGLangSettings
 from agents.engines.sglang.client import ask
 from agents.engines.sglang.releases import OLDEST, UNKNOWN, Release, dotted
 from agents.engines.sglang.server_arguments import server_gpus
+from agents.engines.weight_servers import ServerLost, ServerRefused
 from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
 from envs.errors import UserError, first_line
 from envs.execution.watchdog import bounded
@@ -61,14 +59,11 @@ def check_server(url: str, facts: ModelFacts, api_key: str = "") -> None:
     """Raise `UserError` if a server does not answer, refuses the key, serves another architecture or changes ids."""
     try:
         served = tuple(map(str, ask_server(url, "model_info", api_key).get("architectures") or ()))
-    except urllib.error.HTTPError as error:
-        if error.code not in (401, 403):
-            raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error
-        # The key itself is never shown.
-        got = "another key" if api_key else "none"
-        fix = f"give its key with --engine-api-key-file or {API_KEY_VARIABLE}"
-        raise UserError("--engine-api-key-file", f"must hold the key of {url}", got, fix) from error
-    except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
+    except (ServerRefused, ServerLost, ValueError, TypeError) as error:
+        if getattr(error, "status", 0) in (401, 403):
+            got = "another key" if api_key else "none"
+            fix = f"give its key with --engine-api-key-file or {API_KEY_VARIABLE}"
+            raise UserError("--engine-api-key-file", f"must hold the key of {url}", got, fix) from error
         raise UserError("--engine-url", "must be a running SGLang server", url, f"start it ({error})") from error
     # A server of another kind would take the weights and write nonsense.
     if served and facts.architectures and served != facts.architectures:
@@ -86,13 +81,13 @@ def read_release(url: str, api_key: str) -> Release:
     """Return the release of SGLang that a server names."""
     try:
         return Release.of(ask_server(url, "server_info", api_key))
-    except (OSError, ValueError, TypeError, http.client.HTTPException):
+    except (ServerRefused, ServerLost, ValueError, TypeError):
         return UNKNOWN
 
 
 def ask_server(url: str, path: str, api_key: str) -> dict[str, Any]:
     """Return what a server answers to a question."""
-    return dict(json.loads(ask(url, path, api_key)))
+    return dict(ask(url, path, api_key))
 
 
 def place_servers(config: ServersConfig, learner_gpus: Sequence[int] = (), placement: Placement = "auto") -> int:

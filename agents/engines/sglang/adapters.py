@@ -64,6 +64,7 @@ class AdapterLoader:
     async def give(self, client: SGLangClient, name: str, adapter: Adapter) -> None:
         """Load an adapter under a name into a server, and let it forget the one before."""
         held = self._held.pop(client.url, "")
+        # One of others that was started again serves its own weights, under its own version.
         if self._checkpoint and not (held and await client.weight_version() == held):
             folder = Path(self._checkpoint)
             await client.update_from_disk(str(folder.absolute() if folder.is_dir() else folder), NO_VERSION)

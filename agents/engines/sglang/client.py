@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 import aiohttp
 
 from agents.engines.sglang.images import HELLO, PROTOCOL
 from agents.engines.sglang.releases import UNKNOWN, Release
 from agents.engines.weight_servers import (
-    LOCAL_HOSTS,
     Adapter,
     GroupAddress,
     ServerLost,
@@ -37,9 +34,6 @@ IDLE_S = 5.0
 #: rank 0, which then knows why.
 JOIN_S = 150.0
 RECEIVE_S = 150.0
-#: Tries to read a release. A server of an unknown one may be sent what ends it.
-RELEASE_TRIES = 3
-
 #: Bytes of an answer; the log-probs of a million tokens take about 30 MiB.
 MAX_ANSWER = 2**26
 
@@ -51,52 +45,26 @@ def authorization(api_key: str) -> dict[str, str]:
     return {}
 
 
-def uses_proxy(url: str) -> bool:
-    """Return whether `http_proxy` and its like count for a server; they never do for one on this host."""
-    return urlsplit(url).hostname not in LOCAL_HOSTS
+def ask(url: str, path: str, api_key: str, timeout_s: float = 10.0) -> Any:
+    """Return what a server answers to a GET, without an event loop; errors are those of `SGLangClient.call`."""
 
+    async def one() -> Any:
+        async with aiohttp.ClientSession(headers=authorization(api_key)) as http:
+            return await SGLangClient(url, http).call(path, timeout_s=timeout_s)
 
-class _NoRedirects(HTTPRedirectHandler):
-    """Makes a redirect an `HTTPError`: urllib would send the key on to whatever host it names."""
-
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
-        """Return no request to go on with."""
-
-
-def ask(url: str, path: str, api_key: str, body: bytes | None = None, timeout_s: float = 10.0) -> bytes:
-    """Return what a server answers, without an event loop.
-
-    Raises:
-        OSError: no whole answer in time, or one of another status than 200.
-        ValueError: the answer is longer than `MAX_ANSWER`.
-    """
     thread = DaemonThread("question")
-    answer = thread.begin(lambda: _ask(url, path, api_key, body, timeout_s))
+    answer = thread.begin(lambda: asyncio.run(one()))
     thread.end()
-    # urllib's own limit begins anew with each byte.
     try:
-        return answer.result(timeout_s)
-    except TimeoutError:
-        raise TimeoutError(f"no whole answer within {timeout_s:g} s") from None
-
-
-def _ask(url: str, path: str, api_key: str, body: bytes | None, timeout_s: float) -> bytes:
-    if uses_proxy(url):
-        proxies = ()
-    else:
-        proxies = (ProxyHandler({}),)
-    headers = authorization(api_key) | {"Content-Type": "application/json"}
-    request = Request(f"{url.rstrip('/')}/{path}", body, headers)
-    with build_opener(_NoRedirects(), *proxies).open(request, timeout=timeout_s) as answer:
-        content = answer.read(MAX_ANSWER + 1)
-    if len(content) > MAX_ANSWER:
-        raise ValueError(f"the answer has more than {MAX_ANSWER} bytes")
-    return content
+        return answer.result(timeout_s + 1.0)
+    except TimeoutError:  # an event loop waits for a name that is being looked up, however long that takes
+        raise ServerLost(f"{url}/{path}: no whole answer within {timeout_s:g} s") from None
 
 
 async def _text(response: aiohttp.ClientResponse) -> str:
     """Return the text of an answer. Raises `ValueError` where it is no text, or longer than `MAX_ANSWER`."""
     content = bytearray()
+    # In pieces: an answer without an end must not fill the memory.
     async for piece in response.content.iter_chunked(2**20):
         content += piece
         if len(content) > MAX_ANSWER:
@@ -126,18 +94,16 @@ class SGLangClient:
         self.node = ""
         #: Whether it was started with what it needs to free memory.
         self.frees_memory = False
-        self._model_type = ""
         self._waits: set[asyncio.Timeout] = set()
 
-    async def call(
-        self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None, key: str = ""
-    ) -> Any:
-        """Send a POST with the body, or a GET without one; return the decoded answer. Proves another `key` if given.
+    async def call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
+        """Send a POST with the body, or a GET without one; return the decoded answer.
 
         Raises:
             ServerLost: no answer, one of status 5xx, or one that cannot be decoded.
             ServerRefused: any other status but 200, also one that names another place; holds the server's text.
         """
+        # A host that is gone does not refuse a connection, and would hold the call for its whole time.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
         method = "GET" if body is None else "POST"
         wait = asyncio.timeout(timeout_s or self._timeout_s)
@@ -149,29 +115,22 @@ class SGLangClient:
                     f"{self.url}/{path}",
                     json=body,
                     timeout=timeout,
-                    allow_redirects=False,
-                    headers=authorization(key),
+                    allow_redirects=False,  # the key would go to whatever host is named
                 ) as response:
                     text = await _text(response)
                     if response.status == 200:
                         if response.content_type == "application/json":
                             return json.loads(text)
                         return text
-        except (
-            aiohttp.ClientError,
-            TimeoutError,
-            OSError,
-            ValueError,
-            RecursionError,
-        ) as error:  # the last two: no JSON
+        # A `TimeoutError` is an `OSError`; the last two are of what is no JSON.
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             raise ServerLost(f"{self.url}/{path}: {type(error).__name__} {error}".strip()) from error
         finally:
             self._waits.discard(wait)
+        said = f"{self.url}/{path}: status {response.status}: {self._without_key(text)[:1000]}"
         if response.status >= 500:
-            kind = ServerLost
-        else:
-            kind = ServerRefused
-        raise kind(f"{self.url}/{path}: status {response.status}: {self._without_key(text)[:1000]}")
+            raise ServerLost(said)
+        raise ServerRefused(said, response.status)
 
     def _without_key(self, text: str) -> str:
         """Return what a server said; one may repeat the headers that it got."""
@@ -191,26 +150,22 @@ class SGLangClient:
         return not await self.silence()
 
     async def silence(self) -> str:
-        """Return why the server does not answer; "" if it does."""
+        """Return why the server does not answer; "" if it does, and names its release unless it refuses to."""
         try:
-            answer = await self.call("model_info", timeout_s=ALIVE_S)
+            model = await self.call("model_info", timeout_s=ALIVE_S)
+            try:
+                server = await self.call("server_info", timeout_s=ALIVE_S)
+            except ServerRefused:  # a gateway
+                server = None
         except (ServerLost, ServerRefused) as error:
             return str(error)
-        if isinstance(answer, dict):
-            self._model_type = str(answer.get("model_type"))
+        model_type = model.get("model_type") if isinstance(model, dict) else None
+        if isinstance(server, dict):
+            self.release = Release.of(server, str(model_type))
+            self.frees_memory = server.get("enable_memory_saver") is True
         else:
-            self._model_type = ""
+            self.release = UNKNOWN
         return ""
-
-    async def asks_for_key(self) -> bool:
-        """Whether the server refuses another key."""
-        try:
-            await self.call("model_info", timeout_s=ALIVE_S, key="another")
-        except ServerRefused:
-            return True
-        except ServerLost:
-            pass
-        return False
 
     async def keeps_images(self) -> bool:
         """Whether the server has our image processor, which keeps what it has been sent."""
@@ -222,21 +177,6 @@ class SGLangClient:
         except ServerLost:  # SGLang answers status 500 to what it cannot read
             pass
         return False
-
-    async def read_release(self) -> None:
-        """Read which release of SGLang a server that is alive runs; it stays unknown where the server does not say."""
-        self.release = UNKNOWN
-        for _ in range(RELEASE_TRIES):
-            try:
-                answer = await self.call("server_info", timeout_s=ALIVE_S)
-            except ServerLost:  # a busy server answers late
-                continue
-            except ServerRefused:
-                return
-            if isinstance(answer, dict):
-                self.release = Release.of(answer, self._model_type)
-                self.frees_memory = answer.get("enable_memory_saver") is True
-            return
 
     async def weight_version(self) -> str:
         """Return the version of the weights that the server reports."""
@@ -257,11 +197,9 @@ class SGLangClient:
         Only the last payload empties the prefix cache and sets the version. So a server that is lost before it reports
         the old version, and is given the weights again.
         """
-        async with self._session():
-            for place, payload in enumerate(payloads, 1):
-                is_last = place == len(payloads)
-                body = {"serialized_named_tensors": [payload] * num_gpus, **self._ending(is_last, version)}
-                await self._update("update_weights_from_tensor", body)
+        # Each process of a tensor-parallel server takes the payload at its own place.
+        bodies = [{"serialized_named_tensors": [payload] * num_gpus} for payload in payloads]
+        await self._push("update_weights_from_tensor", bodies, version)
 
     async def num_gpus(self) -> int:
         """Return how many GPUs serve together, as the server says: its tensor-parallel size."""
@@ -287,17 +225,17 @@ class SGLangClient:
 
         Ask for a group only if the server is in it: SGLang's scheduler ends at a name that it does not know.
         """
-        async with self._session():
-            for place, message in enumerate(messages, 1):
-                body = {
-                    "names": message.names,
-                    "dtypes": [message.dtype] * len(message.names),
-                    "shapes": message.shapes,
-                    "group_name": group,
-                    "load_format": "flattened_bucket",
-                    **self._ending(place == len(messages), version),
-                }
-                await self._update("update_weights_from_distributed", body, RECEIVE_S)
+        bodies = [
+            {
+                "names": message.names,
+                "dtypes": [message.dtype] * len(message.names),
+                "shapes": message.shapes,
+                "group_name": group,
+                "load_format": "flattened_bucket",
+            }
+            for message in messages
+        ]
+        await self._push("update_weights_from_distributed", bodies, version, RECEIVE_S)
 
     async def leave_group(self, group: str) -> None:
         """Leave a process group that weights were sent over."""
@@ -314,13 +252,13 @@ class SGLangClient:
         with suppress(ServerRefused):
             await self.call(f"flush_cache?timeout={IDLE_S:g}", {}, ALIVE_S)
 
-    @asynccontextmanager
-    async def _session(self) -> AsyncIterator[None]:
-        """Wait until the server is idle, and hold a session of updates open, if its release has them."""
+    async def _push(self, path: str, bodies: Sequence[dict[str, Any]], version: int, timeout_s: float = 0.0) -> None:
+        """Send weights in parts to a server that is idle, in a session of updates if its release has them."""
         await self._wait_until_idle()
         if self.release.has_update_sessions:
             await self._begin_update()
-        yield
+        for place, body in enumerate(bodies, 1):
+            await self._update(path, body | self._ending(place == len(bodies), version), timeout_s)
         if self.release.has_update_sessions:
             await self._update("end_weight_update", {})
 
@@ -367,7 +305,7 @@ class SGLangClient:
         """Forget an adapter; the server waits for the requests that use it."""
         await self._update("unload_lora_adapter", {"lora_name": name}, ALIVE_S)
 
-    async def _update(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
+    async def _update(self, path: str, body: dict[str, Any], timeout_s: float = 0.0) -> None:
         answer = await self.call(path, body, timeout_s or max(UPDATE_S, self._timeout_s))
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise ServerRefused(f"{self.url}/{path}: {answer!r:.1000}")

@@ -26,7 +26,6 @@ from agents.engines.sglang.adapters import AdapterLoader, why_unsupported
 from agents.engines.sglang.client import SGLangClient
 from agents.engines.sglang.payloads import parse_scores, score_body
 from agents.engines.sglang.process import Launcher
-from agents.engines.sglang.prompt_reads import PromptReads
 from agents.engines.sglang.servers import POLL_S, Server, ServerPool
 from agents.engines.sglang.session import MAX_TRIES, SGLangSession, pause_s
 from agents.engines.sglang.settings import SGLangSettings
@@ -72,8 +71,8 @@ class SGLangEngine:
         self.current_weights: Callable[[], Path] | None = None
         #: Called before the servers of others are let go; the code that pushes weights may set it.
         self.before_close: Callable[[], Awaitable[None]] | None = None
-        #: Requests sent, requests to be sent again, and answers discarded because older weights wrote them.
-        self.num_requests = self.num_retried = self.num_outdated = 0
+        #: Requests sent, and requests to be sent again.
+        self.num_requests = self.num_retried = 0
         self.servers = ServerPool(settings, self._load_current_weights, image_token_id is not None, launcher)
         # Part of request ids and of image hashes: another run may have used the same servers.
         self._run = secrets.token_hex(6)
@@ -81,19 +80,18 @@ class SGLangEngine:
         #: How often a server that came back got weights.
         self.num_loaded = 0
         self._num_given_up = 0  # turns given up since the last answer
-        self._were_weights_pushed = False
-        #: How often versions began to count anew. A version that was given before that names other weights.
-        self._num_counts = 0
-        self._given_in: dict[SGLangClient, int] = {}  # by server: the count that its newest weights are of
+        self._num_updates = 0
         self._adapter: Adapter | None = None
         #: The name under which servers hold the adapter that writes; "" for the weights alone.
         self.adapter_name = ""
-        self.prompt_reads = PromptReads()
         self.adapters = AdapterLoader(settings.model_path if settings.urls else "")
         self._aborts: set[asyncio.Task[Any]] = set()
         self._in_flight = 0
-        self._idle: asyncio.Event = asyncio.Event()
-        self._may_write: asyncio.Event = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        #: Set unless the engine is paused.
+        self.may_write = asyncio.Event()
+        self.may_write.set()
 
     @property
     def settings(self) -> SGLangSettings:
@@ -132,10 +130,6 @@ class SGLangEngine:
 
     async def start(self) -> None:
         """Start or find the servers; raises `UserError` where that fails."""
-        self._idle = asyncio.Event()
-        self._may_write = asyncio.Event()
-        self._idle.set()
-        self._may_write.set()
         await self.servers.start()
 
     @asynccontextmanager
@@ -149,11 +143,13 @@ class SGLangEngine:
 
     async def pause(self) -> None:
         """Abort the requests on all servers; their turns continue after `resume`."""
-        self._may_write.clear()
+        self.may_write.clear()
         while not self._idle.is_set():
             # Repeated, because a server may miss a request that is only just arriving.
             # On all servers, because one in recovery may still write.
-            await asyncio.gather(*(self._abort_all(server) for server in self.servers.all))
+            body = {"abort_all": True, "rid": ""}
+            calls = [(server, server.client.call("abort_request", body, 10)) for server in self.servers.all]
+            await asyncio.gather(*(self._or_lost(server, call) for server, call in calls))
             try:
                 await asyncio.wait_for(self._idle.wait(), timeout=0.1)
             except TimeoutError:
@@ -164,16 +160,16 @@ class SGLangEngine:
 
         Not earlier: the learner may hold all its weights twice until they have reached every server.
         """
-        await asyncio.gather(*(self._take_cache(server) for server in self.servers.up))
-        self._may_write.set()
+        with_weights = [server for server in self.servers.up if WEIGHTS not in server.freed]
+        await asyncio.gather(*(self._or_lost(server, server.take_memory(CACHE)) for server in with_weights))
+        self.may_write.set()
 
-    async def _take_cache(self, server: Server) -> None:
-        """Let a server that has weights take the memory of its cache again."""
-        if WEIGHTS not in server.freed:
-            try:
-                await server.take_memory(CACHE)
-            except (ServerLost, ServerRefused) as error:
-                self.servers.report_lost(server, str(error))
+    async def _or_lost(self, server: Server, call: Awaitable[Any]) -> None:
+        """Wait for a call to a server, and report the server as lost where that fails."""
+        try:
+            await call
+        except (ServerLost, ServerRefused) as error:
+            self.servers.report_lost(server, str(error), must_restart=isinstance(error, ServerStuck))
 
     async def free_memory(self) -> None:
         """Pause, and have servers free their memory for a learner on their GPUs: until the next `update` that of their
@@ -183,12 +179,6 @@ class SGLangEngine:
         """
         await self.pause()
         await self.servers.free_memory((CACHE,) if self.settings.lora_rank else (CACHE, WEIGHTS))
-
-    async def _abort_all(self, server: Server) -> None:
-        try:
-            await server.client.call("abort_request", {"abort_all": True, "rid": ""}, timeout_s=10)
-        except (ServerLost, ServerRefused) as error:
-            self.servers.report_lost(server, str(error))
 
     async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob of each id but the first, from the first server that is up."""
@@ -231,12 +221,11 @@ class SGLangEngine:
 
     async def offer_adapter(self, adapter: Adapter) -> str:
         """Do as `update_adapter` with version 0, if every server takes the adapter; else return why one refuses it."""
-        count = self._use(0, adapter)
+        self._use(0, adapter)
 
         async def one(server: Server) -> str:
             try:
                 await self._give_adapter(server.client)
-                self._given_in[server.client] = count
             except ServerLost as error:
                 if await server.client.is_alive():  # one with several data-parallel ranks fails with status 500
                     return str(error)
@@ -258,62 +247,44 @@ class SGLangEngine:
         A server that is lost meanwhile, or refuses the weights, loads `current_weights` when it is back.
         """
         assert self._idle.is_set(), "weights change while nothing is being written: pause first"
-        count = self._use(version, adapter)
+        self._use(version, adapter)
+        # New weights empty the prefix caches, so no server knows a prompt any more.
         self.servers.router.forget()
 
         async def one(server: Server) -> None:
-            try:
-                await server.take_memory(WEIGHTS)
-                await push(server.client)
-                self._given_in[server.client] = count
-            except (ServerLost, ServerRefused) as error:
-                self.servers.report_lost(server, str(error), must_restart=isinstance(error, ServerStuck))
+            await server.take_memory(WEIGHTS)
+            await push(server.client)
 
-        await asyncio.gather(*(one(server) for server in self.servers.up))
+        await asyncio.gather(*(self._or_lost(server, one(server)) for server in self.servers.up))
         self.servers.end_freeing()
 
-    def _use(self, version: int, adapter: Adapter | None) -> int:
-        """Let weights `version` write: an adapter under a name that no other has, or the weights alone.
-
-        Returns the count that the version is of.
-        """
-        is_first = not self._were_weights_pushed  # a server of others may hold weights of an earlier run
-        went_back = not is_first and version <= self.weight_version
-        if went_back:
+    def _use(self, version: int, adapter: Adapter | None) -> None:
+        """Let weights `version` write: an adapter under a name that no other has, or the weights alone."""
+        if self._num_updates and version <= self.weight_version:
             self.num_loaded += 1  # images that the abandoned weights encoded are of no use
-        if is_first or went_back:
-            self._num_counts += 1
+        self._num_updates += 1
         self.weight_version = version
-        self._were_weights_pushed = True
         self._adapter = adapter
+        self.adapter_name = ""
         if adapter:
             self.adapter_name = f"{self._run}-{version}-{next(self._numbers)}"
-        else:
-            self.adapter_name = ""
-        return self._num_counts
 
     async def _load_current_weights(self, client: SGLangClient) -> None:
-        """Load the current weights into a server that is back, unless it has them.
+        """Load the current weights into a server that is back, and again if they change meanwhile.
 
-        Its version alone does not tell: the run may have gone back meanwhile, and come to that version again.
+        What it reports does not tell whether it has them: a run that went back comes to the same version again.
         """
+        if not self._num_updates and self.is_current(await client.weight_version()):
+            return
         loaded = None
-        while not self._was_given(client, name := await client.weight_version()):
-            current = self._num_counts, self._version_name
-            if loaded == current:
-                raise ServerRefused(f"{client.url} has loaded weights {self._version_name} and still reports {name!r}")
-            loaded = current
+        while loaded != (self._num_updates, self.weight_version):
+            loaded = self._num_updates, self.weight_version
             try:
                 await self._give_current(client)
-                self._given_in[client] = current[0]
             except ServerRefused:
-                if current == (self._num_counts, self._version_name):  # else other weights are current by now
+                if loaded == (self._num_updates, self.weight_version):  # else other weights are current by now
                     raise
             self.num_loaded += 1
-
-    def _was_given(self, client: SGLangClient, name: str) -> bool:
-        """Return whether a server that reports a version was given the current weights."""
-        return self.is_current(name) and self._given_in.get(client, 0) == self._num_counts
 
     async def _give_current(self, client: SGLangClient) -> None:
         """Give a server that is back the current adapter, or the current weights from their folder."""
@@ -352,7 +323,7 @@ class SGLangEngine:
     def is_current(self, name: str) -> bool:
         """Return whether the version that a server reports is the current one; a new server reports "default"."""
         current = self._version_name
-        return name == current or (name == "default" and current == "0" and not self._were_weights_pushed)
+        return name == current or (name == "default" and current == "0" and not self._num_updates)
 
     async def close(self) -> None:
         """Stop the servers that this engine started; turns that wait fail. Others forget the adapter."""
@@ -363,7 +334,7 @@ class SGLangEngine:
             if self.before_close:
                 await self.before_close()
         await self.servers.close()
-        self._may_write.set()
+        self.may_write.set()
 
     async def send(self, server: Server, body: dict[str, Any], images: Sequence[ProcessedImage], salt: str) -> Any:
         """Send a request and wait for the answer; a cancelled or failed wait also aborts the request."""
@@ -401,14 +372,10 @@ class SGLangEngine:
         task.add_done_callback(self._aborts.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def wait_until_resumed(self) -> None:
-        """Wait while the engine is paused."""
-        await self._may_write.wait()
-
     @property
     def is_paused(self) -> bool:
         """Whether requests must wait for `resume`."""
-        return not self._may_write.is_set()
+        return not self.may_write.is_set()
 
     def count_answer(self) -> None:
         """Count a good answer: the turns given up are no longer in a row."""

@@ -39,8 +39,8 @@ def image_key(png: bytes) -> str:
     return hashlib.blake2b(png, digest_size=16).hexdigest()
 
 
+#: By image: its key, which every episode and turn that shows the image asks for.
 _KEYS: WeakKeyDictionary[ProcessedImage, str] = WeakKeyDictionary()
-_URIS: WeakKeyDictionary[ProcessedImage, tuple[str, str]] = WeakKeyDictionary()
 
 
 def _key(image: ProcessedImage) -> str:
@@ -50,11 +50,8 @@ def _key(image: ProcessedImage) -> str:
 
 
 def data_uri(image: ProcessedImage, salt: str = "") -> str:
-    """Return the image, already in the size that the model reads, as a data URI; made once per image and salt."""
-    made = _URIS.get(image)
-    if made is None or made[0] != salt:
-        made = _URIS[image] = salt, URI + base64.b64encode(salted_file(image.png, salt)).decode()
-    return made[1]
+    """Return the image, already in the size that the model reads, as a data URI."""
+    return URI + base64.b64encode(salted_file(image.png, salt)).decode()
 
 
 def salted_file(png: bytes, salt: str) -> bytes:
@@ -62,7 +59,9 @@ def salted_file(png: bytes, salt: str) -> bytes:
     if not salt:
         return png
     chunk = b"tEXt" + b"Comment\0" + salt.encode("latin-1")
+    # A chunk of PNG: the length of its text, the text, a checksum.
     framed = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    # Comments may stand anywhere before the chunk that ends the file.
     return png[:-PNG_END] + framed + png[-PNG_END:]
 
 

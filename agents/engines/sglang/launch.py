@@ -1,4 +1,4 @@
-"""Runs a command that ends when its parent ends: `python -m agents.engines.sglang.launch COMMAND ...`.
+"""Runs a command that ends when its parent ends: `python launch.py COMMAND ...`.
 
 A trainer that is killed must not leave servers behind that hold the GPU. Only Linux can guarantee that; elsewhere the
 command simply runs.

@@ -30,6 +30,7 @@ def collapse(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_i
     ids = list(ids)
     short = []
     position = 0
+    # Images are in the order of their placeholders.
     for image in images:
         first = ids.index(image_token_id, position)  # type: ignore[arg-type]
         short += ids[position : first + 1]
@@ -51,6 +52,7 @@ def generate_body(
         "input_ids": [*collapse(request.ids, request.images, image_token_id), *written],
         "sampling_params": {
             "temperature": sampling.temperature,
+            # Said in full: else the server takes them from the checkpoint's generation_config.json.
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
@@ -60,6 +62,7 @@ def generate_body(
             "logit_bias": {str(token): NEVER for token in sampling.suppressed_ids} or None,
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
+            # The stop id belongs to the turn, and is trained on.
             "no_stop_trim": True,
         },
         "return_logprob": True,
@@ -101,11 +104,9 @@ class GenerateAnswer:
             raise ValueError(f"finish {finish!r}")
         self.finish: Literal["", "stop", "length"] = "" if finish == "abort" else finish
         # A request that was aborted in the server's queue has read nothing; its answer has no count.
-        counted = self.finish or "prompt_tokens" in meta
-        if counted:
+        self.prompt_length = None
+        if self.finish or "prompt_tokens" in meta:
             self.prompt_length = int(meta["prompt_tokens"])
-        else:
-            self.prompt_length = None
         self.num_cached = int(meta.get("cached_tokens") or 0)
         self.version = str(meta["weight_version"])
         if self.ids != answer["output_ids"]:

@@ -11,17 +11,17 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-from agents.engines.sglang.server_arguments import choose_variables
+from agents.engines.sglang.server_arguments import choose_arguments, choose_variables, launch_command, server_gpus
 from agents.engines.sglang.server_facts import Host
 from agents.engines.sglang.settings import ServerPlace, SGLangSettings
 from agents.model.kernel_cache import keep_kernels
+from envs.errors import UserError
 
 STOP_S = 10.0
 #: Longest wait for the end of a log once its server has ended, and the longest line that is read as one.
@@ -75,14 +75,21 @@ class LocalLauncher:
     """Starts servers on this host."""
 
     def check(self, settings: SGLangSettings) -> None:
-        """Raise `UserError` if servers share a GPU whose memory is too small for them."""
+        """Raise `UserError` if this host has too few GPUs for the servers."""
         host = Host.here()
-        for number in range(settings.num_servers):
-            settings.chosen_arguments(settings.place_here(number, 0, host), host)
+        used = [gpu for number in range(settings.num_servers) for gpu in _gpus(settings, number)]
+        if host.num_gpus and len(set(used)) < len(used):
+            # While it starts, a server counts what others on its GPU take as its own.
+            rule = f"must leave each server GPUs of its own: this host has {host.num_gpus}"
+            raise UserError("--num-servers", rule, settings.num_servers, "give less")
 
     def launch(self, settings: SGLangSettings, number: int, port: int) -> LocalProcess:
         """Start a server on its GPUs of this host."""
-        return LocalProcess(settings, number, settings.place_here(number, port, Host.here()))
+        return LocalProcess(settings, number, ServerPlace(port, first_gpu=_gpus(settings, number)[0]))
+
+
+def _gpus(settings: SGLangSettings, number: int) -> range:
+    return server_gpus(settings.first_gpu, number, settings.tensor_parallel, Host.here().num_gpus)
 
 
 class LocalProcess:
@@ -91,36 +98,30 @@ class LocalProcess:
     node = ""
 
     def __init__(self, settings: SGLangSettings, number: int, place: ServerPlace) -> None:
-        """Start the server, which asks for the key of `settings`.
-
-        Raises:
-            UserError: it shares a GPU whose memory is too small.
-        """
+        """Start the server, which asks for the key of `settings`."""
         keep_kernels()
         self.url = f"http://{place.address}:{place.port}"
-        chosen = settings.chosen_arguments(place, Host.here())
+        chosen = choose_arguments(settings, place, Host.here())
         settings.log_folder.mkdir(parents=True, exist_ok=True)
         self.log_path = settings.log_folder / f"sglang-{number}.log"
-        command = settings.launch_command(chosen)
+        command = launch_command(settings, chosen)
         inherited = []
         self.key_file = None
         if settings.gives_key:
             self.key_file, key = _pipe_with(settings.api_key)
             command += ["--config", str(self.key_file)]
             inherited.append(key)
-        variables = choose_variables(settings.dtype)
-        reasons = [f"{shlex.join(argument.words)}: {argument.reason}" for argument in chosen if argument.reason]
-        reasons += [f"{name}={value}: {why}" for name, (value, why) in variables.items() if name not in os.environ]
         log = self.log_path.open("ab", buffering=0)
-        head = "".join([f"$ {shlex.join(command)}\n", *(f"# {reason}\n" for reason in reasons)])
-        log.write(_without_key(head.encode(), settings.api_key))
+        log.write(_without_key(f"$ {shlex.join(command)}\n".encode(), settings.api_key))
         self.popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            # A group of its own: Ctrl-C reaches the run alone, and `stop` every process of the server.
             start_new_session=True,
-            env={**{name: value for name, (value, _) in variables.items()}, **os.environ},
+            # What the user has set comes first.
+            env=choose_variables(settings.dtype) | os.environ,
             pass_fds=inherited,
         )
         for key in inherited:
@@ -150,11 +151,12 @@ class LocalProcess:
 
     def stop(self) -> None:
         """End the process group."""
-        for signal_number, wait_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            # SIGKILL follows in any case: processes of the server may outlive the first one.
+            with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal_number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.popen.wait(wait_s)
+                self.popen.wait(STOP_S)
                 if signal_number == signal.SIGKILL:
                     break
         if self.key_file:
@@ -199,7 +201,7 @@ def listens(url: str) -> bool:
 
 
 class ReservedPorts:
-    """Free ports of this host. On Linux nobody else chooses them here until `release`, while a server may listen there.
+    """Free ports of this host. Nobody else chooses them here until `release`, while a server may listen there (Linux).
 
     A port is held by a socket that never listens: a plain bind fails beside it, and a server's, which sets
     SO_REUSEADDR, does not. Without that, another run could choose the port of a server that is only just starting, or
@@ -236,8 +238,6 @@ class ReservedPorts:
             return False
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from now on
         self._sockets.append(held)
-        if sys.platform != "linux":  # no server could listen beside the socket
-            self.release()
         return True
 
     def release(self) -> None:

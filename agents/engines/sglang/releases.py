@@ -56,12 +56,12 @@ class Release:
     def of(cls, server_info: Mapping[str, Any], model_type: str = "") -> Release:
         """Return the release that a server names, with the type of its model as its configuration names it."""
         match = _VERSION.match(str(server_info.get("version", "")))
-        if match:
-            number = tuple(map(int, match.groups()))
-        else:
-            number = ()
-        if not match or not any(number):  # builds of a checkout may be 0.0.0
+        if match is None:
             return UNKNOWN
+        number = tuple(map(int, match.groups()))
+        if not any(number):  # a build of a checkout may be 0.0.0
+            return UNKNOWN
+        # Servers with that cache name the images of every model by their files.
         has_file_names = model_type in _FILE_NAMED_MODELS or bool(server_info.get("mm_preprocess_cache_size_mb"))
         return cls(
             version=match[0],
@@ -78,10 +78,8 @@ UNKNOWN = Release()
 
 
 def _doubt(version: str, number: tuple[int, ...]) -> str:
-    if number < KEEPS_IDS:
-        return f"SGLang {version} is older than any release that was compared: nothing is known of it"
     if number < OLDEST:
-        return f"SGLang {version} is untried: log-probs of its older kernels and its updates of weights are not known"
+        return f"SGLang {version} is untried: it is older than {dotted(OLDEST)}, and nothing is known of it"
     if number > NEWEST:
         return f"SGLang {version} is untried: it is treated as {dotted(NEWEST)}, and changes since are not known"
     return ""

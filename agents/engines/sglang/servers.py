@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from agents.engines.busy import BusyTime
-from agents.engines.sglang.client import SGLangClient, authorization, uses_proxy
+from agents.engines.sglang.client import SGLangClient, authorization
 from agents.engines.sglang.images import SentImages, image_fields, missed_images
 from agents.engines.sglang.process import Launcher, LocalLauncher, ReservedPorts, ServerProcess, listens
 from agents.engines.sglang.routing import PromptRouter
@@ -110,11 +110,12 @@ class ServerPool:
         self._launcher = launcher or LocalLauncher()
         self.all: list[Server] = []
         self.events: list[str] = []  # messages about servers, in order
-        self._http: dict[bool, aiohttp.ClientSession] = {}  # by whether proxies count
-        self.router: PromptRouter[Server] = PromptRouter()
-        self._changed: asyncio.Condition = asyncio.Condition()
+        self._http: aiohttp.ClientSession | None = None
+        self.router = PromptRouter()
+        self._changed = asyncio.Condition()
         #: Set unless the learner has the memory of servers.
-        self._may_start: asyncio.Event = asyncio.Event()
+        self._may_start = asyncio.Event()
+        self._may_start.set()
         self._watching: asyncio.Task[None] | None = None
         self._ports: ReservedPorts | None = None
 
@@ -151,21 +152,15 @@ class ServerPool:
         Raises:
             UserError: one does not answer; names its log. Or those to start cannot share their GPU.
         """
-        self._changed = asyncio.Condition()
-        self._may_start = asyncio.Event()
-        self._may_start.set()
         if self.settings.urls:
             self.all = [Server(url, number) for number, url in enumerate(self.settings.urls)]
         self.launch()
         settings = self.settings
-        for proxied in {_is_proxied(server) for server in self.all}:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
-            headers = authorization(settings.api_key)
-            self._http[proxied] = aiohttp.ClientSession(connector=connector, trust_env=proxied, headers=headers)
+        # Shorter than servers keep theirs: a request on one that is just being closed would be lost.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
+        http = self._http = aiohttp.ClientSession(connector=connector, headers=authorization(settings.api_key))
         for server in self.all:
-            server.client = SGLangClient(
-                server.url, self._http[_is_proxied(server)], settings.request_timeout_s, settings.keeps_kv_cache
-            )
+            server.client = SGLangClient(server.url, http, settings.request_timeout_s, settings.keeps_kv_cache)
         waits = [asyncio.ensure_future(self._wait_until_up(server)) for server in self.all]
         try:
             await asyncio.gather(*waits)
@@ -189,6 +184,7 @@ class ServerPool:
             if all(server.recovery is None for server in self.all):
                 raise EngineDown(f"no SGLang server is left: {'; '.join(self.events[-6:])}")
             async with self._changed:
+                # It may have changed before the lock was ours.
                 if not self.up:
                     await self._changed.wait()
         return self.router.choose(self.up, prompt)
@@ -211,6 +207,7 @@ class ServerPool:
     async def _free(self, server: Server, kinds: tuple[str, ...]) -> None:
         if server.freed == kinds:
             return
+        # Before the call: a server that is lost in it may have freed a part, and must start anew.
         server.freed = kinds
         try:
             await server.client.free_memory(kinds)
@@ -243,9 +240,8 @@ class ServerPool:
         for task in recoveries:
             task.cancel()
         await asyncio.gather(*recoveries, asyncio.to_thread(self._end, servers), return_exceptions=True)
-        for http in self._http.values():
-            await http.close()
-        self._http = {}
+        if self._http:
+            await self._http.close()
 
     def end(self) -> None:
         """End the processes that `launch` has started; does nothing after `close`."""
@@ -267,7 +263,6 @@ class ServerPool:
             if time.monotonic() > deadline:
                 raise self._cannot_start(server, f"no answer in {self.settings.start_timeout_s:g} s: {silence}")
             await asyncio.sleep(POLL_S)
-        await server.client.read_release()
         if doubt := server.client.release.doubt:
             self.events.append(f"server {server.number}: {doubt}")
         if self.settings.frees_memory and not server.client.frees_memory:
@@ -280,22 +275,13 @@ class ServerPool:
             server.sent_images = None
 
     async def _silence(self, server: Server) -> str:
-        """Return why a server does not answer; "" if it does. Raise `UserError` if its process has ended.
-
-        A stranger that listens where the process of ours is about to is not it: ours asks for the key.
-        """
-        if not self._has_process(server) or server.process is None:
-            return await server.client.silence()
-        server.client.url = server.url
-        server.client.node = server.process.node
-        if not server.url:
-            return "it has no address yet"
-        if silence := await server.client.silence():
-            return silence
-        is_ours = not self.settings.api_key or await server.client.asks_for_key()
-        if is_ours:
-            return ""
-        return f"a server that asks for no key listens at {server.url}"
+        """Return why a server does not answer; "" if it does. Raise `UserError` if its process has ended."""
+        if self._has_process(server) and server.process:
+            if not server.url:
+                return "it has no address yet"
+            server.client.url = server.url
+            server.client.node = server.process.node
+        return await server.client.silence()
 
     def _has_process(self, server: Server) -> bool:
         """Whether a server is a process of ours, which may have moved; raise `UserError` if it has ended."""
@@ -327,13 +313,9 @@ class ServerPool:
                     self.events.append(f"server {server.number} is back")
                 except Exception as error:  # the others continue; `pick` raises when none is left
                     tries += 1
-                    is_external = server.process is None
-                    if is_external:
-                        num_used = tries
-                    else:
-                        num_used = server.num_restarts
-                    was_waited_for = is_external and isinstance(error, UserError)
-                    if was_waited_for or num_used >= self.settings.max_restarts:
+                    # One that others started was waited for as long as it may take.
+                    is_gone = server.process is None and isinstance(error, UserError)
+                    if is_gone or max(tries, server.num_restarts) > self.settings.max_restarts:
                         self.events.append(f"server {server.number} given up: {error}")
                         return
                     self.events.append(f"server {server.number} lost again: {error}")
@@ -344,6 +326,7 @@ class ServerPool:
                 self._changed.notify_all()
 
     async def _bring_up(self, server: Server, restart: bool) -> None:
+        # A server whose memory was freed has no weights to go on with.
         has_ended = server.process is not None and bool(server.process.ended())
         if restart or has_ended or server.freed or not await server.client.is_alive():
             server.client.time_out_calls()
@@ -359,11 +342,7 @@ class ServerPool:
         server.num_restarts += 1
         await asyncio.to_thread(process.stop)
         await self._may_start.wait()
+        # The same port: it is still reserved for this server.
         port = int(server.url.rpartition(":")[2] or 0)
         server.process = self._launcher.launch(self.settings, server.number, port)
         server.freed = ()
-
-
-def _is_proxied(server: Server) -> bool:
-    """Whether proxies count for a server: for those elsewhere that we did not start."""
-    return server.process is None and uses_proxy(server.url)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agents.engines.pending_turn import PendingTurn
@@ -27,7 +26,6 @@ class SGLangSession:
         self._engine = engine
         self._server: Server | None = None
         self._prompt: int | None = None
-        self._num_prompt_tokens = 0
         self._salt = ""
         self._num_loaded = 0
 
@@ -38,33 +36,24 @@ class SGLangSession:
         tries = 0
         while not turn.is_whole:
             server = await self._assigned_server(request)
+            # Both are of the weights that write now; others may come before the answer.
             adapter = engine.adapter_name
             salt = self._current_salt()
-            prompt = server, salt, adapter, self._prompt
-            if await engine.prompt_reads.wait(prompt):  # meanwhile the engine may have been paused
-                continue
             try:
-                with engine.prompt_reads.asking(prompt, self._num_prompt_tokens) as asked:
-                    if asked.for_others:
-                        part = replace(request, max_new_tokens=len(turn.ids) + 1)
-                    else:
-                        part = request
-                    body = generate_body(part, turn.ids, engine.next_request_id(), engine.image_token_id, adapter)
-                    answer = parse_answer(await engine.send(server, body, request.images, salt))
-                    asked.has_read = bool(answer.ids)
-                if asked.for_others and answer.finish == "length":
-                    answer.finish = ""  # it goes on
+                body = generate_body(request, turn.ids, engine.next_request_id(), engine.image_token_id, adapter)
+                answer = parse_answer(await engine.send(server, body, request.images, salt))
                 if answer.prompt_length is None:
                     engine.adapters.note_unended(server.client, adapter)
                 if not engine.is_current(answer.version):
-                    engine.num_outdated += 1
                     raise ServerLost(f"wrote with weights {answer.version}, not {engine.weight_version}")
+                # The server counts what was written before a pause as part of the prompt.
                 if answer.prompt_length is not None and not turn.num_misread:
                     turn.num_misread = answer.prompt_length - len(request.ids) - len(turn.ids)
                 turn.note_cached(answer.num_cached)
                 turn.append(answer.ids, answer.logprobs)
                 turn.stamp(engine.weight_version)
                 turn.finish = answer.finish
+                # A pause explains an answer without a token; otherwise one that never ends would be asked for again.
                 if answer.ids or turn.is_whole or engine.is_paused:
                     engine.count_answer()
                     continue
@@ -74,6 +63,7 @@ class SGLangSession:
                 engine.num_retried += 1
                 fault = str(error)
             except ServerRefused as error:
+                # Another try would be refused too.
                 tries = MAX_TRIES - 1
                 fault = str(error)
             tries += 1
@@ -90,9 +80,8 @@ class SGLangSession:
         """
         if self._prompt is None:
             self._prompt = prompt_key(request)
-            self._num_prompt_tokens = len(request.ids)
         while True:
-            await self._engine.wait_until_resumed()
+            await self._engine.may_write.wait()
             if self._server is None or not self._server.is_up:
                 self.release_server()
                 self._server = await self._engine.servers.pick(self._prompt)

@@ -52,7 +52,6 @@ from agents.engines.hf import HFEngine
 from agents.engines.hf_batch import CachedPrefix
 from agents.engines.sglang.images import HELLO
 from agents.engines.sglang.in_server.kept_images import (
-    Allocate,
     Grid,
     ImageAddress,
     ImageError,
@@ -321,7 +320,7 @@ class Emulator:
         longest = max(found, key=lambda prefix: len(prefix.ids), default=CachedPrefix())
         if len(longest.ids) < len(request.ids):
             return longest
-        return longest.first(len(longest.ids) - 1)
+        return first(longest, len(longest.ids) - 1)
 
     async def _write(
         self, request: GenerateRequest, key: str, prefix: CachedPrefix
@@ -368,11 +367,9 @@ class Emulator:
         assert self.renderer.images
         return self.renderer.images.process(Image.open(io.BytesIO(png)))
 
-    def _cut(self, png: bytes, allocate: Allocate) -> Grid:
+    def _cut(self, png: bytes) -> tuple[Tensor, Grid]:
         image = self._read(png)
-        rows, columns = image.pixels_PD.shape
-        allocate((rows, columns), torch.float32).copy_(torch.from_numpy(image.pixels_PD))
-        return image.grid_thw
+        return torch.from_numpy(image.pixels_PD), image.grid_thw
 
     def _mapped(self, address: ImageAddress) -> ProcessedImage:
         time, height, width = address.grid_thw
@@ -554,6 +551,11 @@ class Emulator:
             await asyncio.sleep(0.01)
         del self.adapters[name]
         return web.json_response({"success": True, "loaded_adapters": dict.fromkeys(self.adapters, "__tensor__")})
+
+
+def first(prefix: CachedPrefix, count: int) -> CachedPrefix:
+    """Return the part of a prefix that holds so many tokens."""
+    return CachedPrefix(prefix.ids[:count], tuple(layer[:, :, :count] for layer in prefix.layers))
 
 
 @dataclass(frozen=True)

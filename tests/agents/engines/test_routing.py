@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ import pytest
 from aiohttp import web
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
-from agents.engines.sglang.prompt_reads import MIN_TOKENS, PromptReads
 from agents.engines.sglang.routing import SLACK, PromptRouter, most_sessions, prompt_key
 from agents.engines.sglang.servers import Server
-from agents.engines.weight_servers import ServerLost
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingParams
 
 PROMPT = 50
@@ -26,14 +23,9 @@ LIMIT_S = 30
 
 
 class CachingServer:
-    """A server that keeps every prefix it has read, as SGLang's prefix cache does, and writes one token a turn, or as
-    many as are asked for. What it reads takes so long, and is shared only then.
-    """
+    """A server that keeps every prefix it has read, as SGLang's prefix cache does, and writes one token a turn."""
 
     def __init__(self) -> None:
-        self.read_s = 0.0
-        self.writes_all = False
-        self.asked: list[int] = []
         self.seen: set[tuple[int, ...]] = set()
         self.num_read = 0
         self.is_down = False
@@ -48,23 +40,19 @@ class CachingServer:
         if request.path != "/generate":
             return web.json_response({"weight_version": "default"})
         body = await request.json()
-        ids, number = tuple(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
-        self.asked.append(number)
+        ids = tuple(body["input_ids"])
         prefixes = [ids[:length] for length in range(1, len(ids) + 1)]
         cached = sum(prefix in self.seen for prefix in prefixes[:-1])
-        if self.read_s:
-            await asyncio.sleep(self.read_s)
         self.seen.update(prefixes)
         self.num_read += len(ids) - cached
-        written = [2] * (number if self.writes_all else 1)
         meta = {
-            "finish_reason": {"type": "length" if self.writes_all else "stop"},
-            "output_token_logprobs": [[-1.0, token, None] for token in written],
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-1.0, 2, None]],
             "prompt_tokens": len(ids),
             "cached_tokens": cached,
             "weight_version": "default",
         }
-        return web.json_response({"output_ids": written, "meta_info": meta})
+        return web.json_response({"output_ids": [2], "meta_info": meta})
 
 
 def on_servers(count: int, play: Callable[[SGLangEngine, Sequence[CachingServer]], Awaitable[Any]]) -> Any:
@@ -127,70 +115,6 @@ def test_a_prompt_read_at_once_is_read_once_for_its_group_on_any_number_of_serve
     on_servers(num_servers, play)
 
 
-def test_samples_that_arrive_together_have_a_long_prompt_read_twice_and_write_whole_turns() -> None:
-    async def play(engine: SGLangEngine, servers: Sequence[CachingServer]) -> None:
-        (server,), request = servers, prompt(0, MIN_TOKENS)
-        server.read_s, server.writes_all = 0.1, True
-
-        async def one(_: int) -> Completion:
-            async with engine.session() as session:
-                return await session.generate(request)
-
-        written = await asyncio.gather(*map(one, range(8)))
-        assert [(done.ids, done.finish, done.versions) for done in written] == [((2,) * 4, "length", ((0, 4),))] * 8
-        assert sorted(server.asked) == [1, 3, *[4] * 7]  # the second sample asks for one token, then for the rest
-        assert server.num_read == 2 * MIN_TOKENS + 6 + 1
-        assert [done.num_cached for done in written] == [0, 0, *[MIN_TOKENS - 1] * 6]
-        server.asked.clear()
-        await asyncio.gather(*map(one, range(8)))  # it is read by now
-        assert server.asked == [4] * 8
-
-    on_servers(1, play)
-
-
-def test_a_short_prompt_is_not_worth_another_request() -> None:
-    async def play(engine: SGLangEngine, servers: Sequence[CachingServer]) -> None:
-        servers[0].read_s = 0.05
-        await play_group(engine, 0, size=8)
-        assert servers[0].asked == [4] * 8
-
-    on_servers(1, play)
-
-
-@pytest.mark.parametrize("end", ["fails", "is cancelled", "wrote nothing"])
-def test_whoever_waits_for_a_reader_goes_on_when_that_one_is_gone(end: str) -> None:
-    async def run() -> None:
-        reads, gone = PromptReads(), asyncio.Event()
-
-        async def read() -> None:
-            with reads.asking("prompt", MIN_TOKENS) as asked:
-                assert asked.for_others
-                await gone.wait()
-                if end == "fails":
-                    raise ServerLost("gone")
-
-        with suppress(ServerLost), reads.asking("prompt", MIN_TOKENS):
-            assert not await reads.wait("prompt"), "one that asks for itself delays nobody"
-            reader = asyncio.create_task(read())
-            await asyncio.sleep(0)
-            waits = [asyncio.create_task(reads.wait("prompt")) for _ in range(3)]
-            await asyncio.sleep(0.01)
-            assert not any(wait.done() for wait in waits)
-            if end == "is cancelled":
-                reader.cancel()
-            gone.set()
-            assert await asyncio.gather(*waits) == [True] * 3
-            with reads.asking("prompt", MIN_TOKENS) as asked:  # nobody has read it, so it begins anew
-                assert not asked.for_others
-                asked.has_read = True
-            assert not await reads.wait("prompt")
-        with reads.asking("prompt", MIN_TOKENS) as asked:
-            assert not asked.for_others
-        await asyncio.gather(reader, return_exceptions=True)
-
-    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
-
-
 def test_later_turns_read_only_what_is_new_and_forks_of_an_episode_share_a_server() -> None:
     async def play(engine: SGLangEngine, servers: Sequence[CachingServer]) -> None:
         await play_group(engine, 0, size=4, turns=3)
@@ -245,7 +169,7 @@ def servers_of(count: int) -> list[Server]:
 @pytest.mark.parametrize("num_servers", [2, 3, 8])
 @pytest.mark.parametrize("size", [1, 8, 64, 500])
 def test_no_server_gets_more_sessions_than_the_bound_whatever_the_groups(num_servers: int, size: int) -> None:
-    rng, router, servers = random.Random(num_servers * size), PromptRouter[Server](), servers_of(num_servers)
+    rng, router, servers = random.Random(num_servers * size), PromptRouter(), servers_of(num_servers)
     begun: list[Server] = []
     for number in range(3000):
         server = router.choose(servers, number // size)
@@ -261,7 +185,7 @@ def test_no_server_gets_more_sessions_than_the_bound_whatever_the_groups(num_ser
 
 def test_groups_of_one_step_stay_whole_and_servers_equally_busy() -> None:
     for num_servers, groups, size in ((2, 32, 8), (4, 64, 16), (8, 64, 16), (3, 100, 5)):
-        router, servers = PromptRouter[Server](), servers_of(num_servers)
+        router, servers = PromptRouter(), servers_of(num_servers)
         used: dict[int, Counter[int]] = {number: Counter() for number in range(groups)}
         for number in range(groups):
             for _ in range(size):
@@ -274,7 +198,7 @@ def test_groups_of_one_step_stay_whole_and_servers_equally_busy() -> None:
 
 
 def test_one_large_group_uses_every_server() -> None:
-    router, servers = PromptRouter[Server](), servers_of(4)
+    router, servers = PromptRouter(), servers_of(4)
     for _ in range(512):
         router.choose(servers, 7).num_sessions += 1
     loads = [server.num_sessions for server in servers]
@@ -283,7 +207,7 @@ def test_one_large_group_uses_every_server() -> None:
 
 
 def test_a_few_sessions_of_one_prompt_share_a_server() -> None:
-    router, servers = PromptRouter[Server](), servers_of(4)
+    router, servers = PromptRouter(), servers_of(4)
     for _ in range(SLACK):
         router.choose(servers, 7).num_sessions += 1
     assert [server.num_sessions for server in servers] == [SLACK, 0, 0, 0]

@@ -12,23 +12,18 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFilter
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.images import HELLO, PROTOCOL, SentImages, image_key, missed_images, salted_hash
 from agents.engines.sglang.in_server import kept_images
-from agents.engines.sglang.in_server.cutting import PatchForm, Processed, learn_values, ordered_levels, patch_values
 from agents.engines.sglang.in_server.kept_images import (
-    Allocate,
     Grid,
     ImageAddress,
     ImageEntry,
@@ -39,16 +34,16 @@ from agents.engines.sglang.in_server.kept_images import (
     map_image,
 )
 from agents.engines.sglang.in_server.prompts import expand
-from agents.engines.sglang.in_server.scheduler import levels
 from agents.engines.sglang.payloads import collapse
 from agents.engines.sglang.process import LocalProcess, ReservedPorts
 from agents.model.mrope import mrope_positions
 from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, ProcessedImage, SamplingParams
-from tests.agents.engines.test_sglang_engine import EMULATOR, misbehave, settings, url, with_engine
+from tests.agents.engines.test_sglang_engine import misbehave, settings, short_waits, url, with_engine
 from tests.prompts import make_image, question
+from tests.servers import emulator
 
-__all__ = ["url"]  # a fixture
+__all__ = ["short_waits", "url"]  # fixtures
 
 HASH = "00ff"
 
@@ -98,19 +93,17 @@ def test_the_key_is_of_the_pixels_that_the_model_reads(renderer: Renderer) -> No
 
 
 class Cutter:
-    """Cuts every image into one patch of its length, and counts."""
+    """Cuts every image into patches of its length, and counts."""
 
     def __init__(self, rows: int = 1) -> None:
         self.cut: list[bytes] = []
         self.rows, self.broken = rows, b"broken"
 
-    def __call__(self, png: bytes, allocate: Allocate) -> tuple[int, int, int]:
-        patches = allocate((self.rows, 2), torch.float32)
+    def __call__(self, png: bytes) -> tuple[torch.Tensor, Grid]:
         if png == self.broken:
             raise OSError("no image")
         self.cut.append(png)
-        patches.fill_(len(png))
-        return 1, 2, 2
+        return torch.full((self.rows, 2), float(len(png))), (1, 2, 2)
 
 
 def test_a_image_is_cut_once_for_all_who_ask_and_those_without_it_wait_for_it() -> None:
@@ -118,7 +111,7 @@ def test_a_image_is_cut_once_for_all_who_ask_and_those_without_it_wait_for_it() 
 
     async def play() -> list[list[ImageAddress]]:
         kept = KeptImages(cutter)
-        asked = [kept.addresses([one]) for one in (known("png"), entry("png"), entry("png"), known("png"))]
+        asked = [kept.addresses([one]) for one in (entry("png"), known("png"), entry("png"))]
         return [*await asyncio.gather(*asked), await kept.addresses([known("png"), entry("png")])]
 
     first, *others, both = asyncio.run(play())
@@ -126,9 +119,18 @@ def test_a_image_is_cut_once_for_all_who_ask_and_those_without_it_wait_for_it() 
     assert map_image(first[0]).tolist() == [[3.0, 3.0]]
 
 
-def test_images_that_nobody_brings_are_named_and_are_taken_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_images, "WAIT_S", 0.05)
+def test_a_request_that_is_cancelled_leaves_the_image_to_the_others() -> None:
+    async def play() -> list[ImageAddress]:
+        kept = KeptImages(Cutter())
+        first = asyncio.create_task(kept.addresses([entry("png")]))
+        await asyncio.sleep(0)
+        first.cancel()
+        return await kept.addresses([known("png")])
 
+    assert len(asyncio.run(play())) == 1
+
+
+def test_images_that_nobody_brings_are_named_and_are_taken_when_they_come() -> None:
     async def play() -> None:
         kept = KeptImages(Cutter())
         with pytest.raises(ImageError) as raised:
@@ -178,7 +180,6 @@ def test_the_images_used_last_stay_within_the_bytes_and_none_in_use_is_dropped(
 
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert asyncio.run(play(60.0)) == "bac"
-    monkeypatch.setattr(kept_images, "WAIT_S", 0.05)
     assert asyncio.run(play(0.0)) == "ac"
     assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3 + 2 + 2  # kept images, and the thread's own
 
@@ -193,119 +194,18 @@ def test_a_request_of_another_kind_is_left_to_sglang_and_the_protocol_is_told_to
         image_entries(["trueturn-image:aa"])
 
 
-# Cutting --------------------------------------------------------------------------------------------------------------
-
-
-def processor_cut(dtype: torch.dtype, **settings: Any) -> Processed:
-    """Return the cut of Transformers' own processor."""
-    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 128 * 128, "longest_edge": 512 * 512}, **settings)
-
-    def cut(image: Image.Image) -> tuple[torch.Tensor, Grid]:
-        made = processor(images=[image], return_tensors="pt")
-        (grid,) = made["image_grid_thw"].tolist()
-        return made["pixel_values"].to(dtype), tuple(grid)
-
-    return cut
-
-
-CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "settings",
-    [{"patch_size": 14, "merge_size": 2} | CLIP, {"patch_size": 16, "merge_size": 2, "image_mean": [0.5] * 3}],
-    ids=["qwen2.5", "qwen3"],
-)
-def test_patches_are_the_processors_to_the_bit(dtype: torch.dtype, settings: dict[str, Any]) -> None:
-    reference, form = processor_cut(dtype, **settings), PatchForm(settings["patch_size"], settings["merge_size"], 2)
-    values_CL = learn_values(reference, form)
-    assert values_CL is not None
-    random, unit = np.random.default_rng(0), settings["patch_size"] * settings["merge_size"]
-    for rows, columns in ((5, 7), (8, 8), (13, 5)):
-        pixels = random.integers(0, 256, (rows * unit, columns * unit, 3), dtype=np.uint8)
-        levels_PN, grid = ordered_levels(Image.fromarray(pixels), form)
-        wanted, wanted_grid = reference(Image.fromarray(pixels))
-        assert grid == wanted_grid and levels_PN.dtype == torch.uint8 and levels_PN.numel() == pixels.size
-        for sent in (levels_PN, levels_PN.to(torch.bfloat16)):  # from 0.5.21 on SGLang casts what it moves to a GPU
-            patches = patch_values(sent, values_CL, form.frames)
-            assert patches.dtype == wanted.dtype and torch.equal(patches, wanted)
-
-
-def test_a_processor_that_mixes_pixels_or_orders_patches_otherwise_is_not_imitated() -> None:
-    plain = processor_cut(torch.float32, patch_size=16, merge_size=2)
-
-    def blurred(image: Image.Image) -> tuple[torch.Tensor, Grid]:
-        return plain(image.filter(ImageFilter.BLUR))
-
-    def reordered(image: Image.Image) -> tuple[torch.Tensor, Grid]:
-        patches, grid = plain(image)
-        return patches.flip(0), grid
-
-    form = PatchForm(16, 2, 2)
-    assert learn_values(plain, form) is not None
-    assert learn_values(blurred, form) is None
-    assert learn_values(reordered, form) is None
-    assert learn_values(plain, replace(form, frames=1)) is None
-
-
-@dataclass
-class Item:
-    """An image as SGLang's scheduler holds it."""
-
-    feature: torch.Tensor
-    model_specific_data: dict[str, torch.Tensor]
-
-
-def test_the_network_gets_the_values_of_levels_and_other_items_as_they_came() -> None:
-    class Model:
-        visual = SimpleNamespace(device="cpu", patch_embed=SimpleNamespace(temporal_patch_size=2))
-        is_broken = False
-
-        def get_image_feature(self, items: list[Item]) -> list[torch.Tensor]:
-            if self.is_broken:
-                raise RuntimeError("out of memory")
-            return [item.feature for item in items]
-
-    levels.install(Model)
-    random = torch.Generator().manual_seed(0)
-    values_CL = torch.randn(3, 256, generator=random)
-    first, other = (torch.randint(256, (rows, 12), generator=random, dtype=torch.uint8) for rows in (4, 8))
-    data, theirs = {"level_values": values_CL}, torch.randn(4, 24, generator=random)
-    items = [Item(first, data), Item(theirs, {}), Item(other, data)]
-    one, left_alone, two = Model().get_image_feature(items)
-    assert torch.equal(one, patch_values(first, values_CL, 2)) and torch.equal(two, patch_values(other, values_CL, 2))
-    assert left_alone is theirs and [item.feature for item in items] == [first, theirs, other]
-    model = Model()
-    model.is_broken = True
-    with pytest.raises(RuntimeError, match="out of memory"):
-        model.get_image_feature(items)
-    assert [item.feature is kept for item, kept in zip(items, (first, theirs, other), strict=True)] == [True] * 3
-
-
 # Shared memory --------------------------------------------------------------------------------------------------------
-
-
-def kept(key: str, patches: torch.Tensor, grid_thw: tuple[int, int, int]) -> ImageAddress:
-    """Keep patches as if they had been cut from an image."""
-
-    def cut(_: bytes, allocate: Allocate) -> tuple[int, int, int]:
-        allocate((len(patches), patches.shape[1]), patches.dtype).copy_(patches)
-        return grid_thw
-
-    return keep_image(key, b"", cut)
 
 
 def test_another_process_maps_a_image_of_any_dtype_to_the_bit() -> None:
     values = 100 * torch.rand(80, 1536, generator=torch.Generator().manual_seed(0))
-    images = [values.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8)]
-    addresses = [kept(f"5f5f{number}", patches, (1, 8, 10)) for number, patches in enumerate(images)]
+    images = [values.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    addresses = [keep_image(f"5f5f{number}", patches, (1, 8, 10)) for number, patches in enumerate(images)]
     code = (
         "import sys, pickle; from agents.engines.sglang.in_server.kept_images import map_image\n"
         "import torch\n"
         "for address in pickle.load(sys.stdin.buffer):\n"
         "    patches = map_image(address)\n"
-        "    assert map_image(address) is patches\n"
         "    sys.stdout.buffer.write(patches.view(torch.uint8).numpy().tobytes())"
     )
     done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(addresses), capture_output=True, check=True)
@@ -315,10 +215,10 @@ def test_another_process_maps_a_image_of_any_dtype_to_the_bit() -> None:
 
 
 def test_images_outlive_the_process_that_made_them_where_they_are_mapped_and_are_never_taken_for_others() -> None:
-    address = kept("aa", torch.ones(4, 4), (1, 2, 2))
+    address = keep_image("aa", torch.ones(4, 4), (1, 2, 2))
     mapped = map_image(address)
     os.close(address.fd)
-    other = kept("bb", torch.zeros(4, 4), (1, 2, 2))
+    other = keep_image("bb", torch.zeros(4, 4), (1, 2, 2))
     assert other.fd == address.fd  # the number is used again
     assert mapped.tolist() == torch.ones(4, 4).tolist()
     del mapped
@@ -328,20 +228,6 @@ def test_images_outlive_the_process_that_made_them_where_they_are_mapped_and_are
     os.close(other.fd)
     with pytest.raises(LookupError, match="aa is gone"):
         map_image(address)
-
-
-def test_a_image_that_cannot_be_read_keeps_no_memory() -> None:
-    def broken(png: bytes, allocate: Allocate) -> tuple[int, int, int]:
-        allocate((1000, 1000), torch.float32)
-        raise OSError("no image")
-
-    def open_files() -> list[str]:
-        return sorted(path.name for path in Path("/proc/self/fd").iterdir())
-
-    before = open_files()
-    with pytest.raises(OSError, match="no image"):
-        keep_image("aa", b"", broken)
-    assert open_files() == before
 
 
 # Prompts --------------------------------------------------------------------------------------------------------------
@@ -377,7 +263,7 @@ def shared_server(checkpoint: Path) -> Iterator[str]:
     """A server that others have started with our image processor; `url` makes it as if just started."""
     ports = ReservedPorts(1)
     (port,) = ports.numbers
-    command = [sys.executable, "-m", "agents.engines.sglang.launch", *EMULATOR, "--model-path", str(checkpoint)]
+    command = [*emulator(), "--model-path", str(checkpoint)]
     env = {**os.environ, "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "agents.engines.sglang.in_server"}
     process = subprocess.Popen([*command, "--port", str(port)], env=env)
     try:
@@ -390,7 +276,7 @@ def shared_server(checkpoint: Path) -> Iterator[str]:
 
 def came(engine: SGLangEngine) -> list[dict[str, int]]:
     """Return how images came to each server."""
-    headers = dict(engine.servers._http[False].headers)
+    headers = dict(engine.servers._http.headers)  # type: ignore[union-attr]
     requests = [urllib.request.Request(f"{s.client.url}/images", headers=headers) for s in engine.servers.all]
     return [json.load(urllib.request.urlopen(request, timeout=20)) for request in requests]
 
@@ -505,16 +391,13 @@ def test_what_a_processor_hands_over_is_sglangs_own_record(renderer: Renderer) -
     from agents.engines.sglang.in_server.handover import prepared_prompt
 
     prompt = expand([7, 9, 7, 9], [(1, 4, 4), (1, 2, 2)], 9, 2)
-    patches, of_levels = torch.randn(16, 8).to(torch.bfloat16), torch.randint(256, (4, 4), dtype=torch.uint8)
-    values_CL = torch.randn(3, 256).to(torch.bfloat16)
-    addresses = [kept("aa", patches, (1, 4, 4)), kept("bb", of_levels, (1, 2, 2))]
-    prepared = prepared_prompt(prompt, addresses, [2**55 + 1, 3], values_CL, {"im_token_id": 9})
-    record = pickle.loads(pickle.dumps(prepared))
+    patches, others = torch.randn(16, 8).to(torch.bfloat16), torch.randn(4, 8).to(torch.bfloat16)
+    addresses = [keep_image("aa", patches, (1, 4, 4)), keep_image("bb", others, (1, 2, 2))]
+    record = pickle.loads(pickle.dumps(prepared_prompt(prompt, addresses, [2**55 + 1, 3], {"im_token_id": 9})))
     item, other = record.mm_items
     assert type(record).__name__ == "MultimodalProcessorOutput" and item.hash == 2**55 + 1
     assert torch.equal(item.feature, patches) and item.offsets == [(1, 4)]
-    assert torch.equal(other.feature, of_levels) and torch.equal(other.level_values, values_CL)
-    assert "level_values" not in item.model_specific_data and other.image_grid_thw.tolist() == [[1, 2, 2]]
+    assert torch.equal(other.feature, others) and other.image_grid_thw.tolist() == [[1, 2, 2]]
     assert list(record.padded_input_ids) == [7, *[item.pad_value] * 4, 7, other.pad_value]
     assert record.mrope_positions.tolist() == prompt.positions_3T.tolist()
     assert record.mrope_position_delta.tolist() == [[prompt.delta]]

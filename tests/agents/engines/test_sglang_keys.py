@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from agents.engines.sglang import SGLangSettings
 from agents.engines.sglang.client import ask
 from agents.engines.sglang.process import LocalProcess
 from agents.engines.sglang.settings import ServerPlace
+from agents.engines.weight_servers import ServerLost, ServerRefused
 from tests.paths import ROOT
 
 KEY = "0123456789abcdef" * 4
@@ -96,19 +96,16 @@ class Redirecting(http.server.BaseHTTPRequestHandler):
         self.send_header("Location", self.server.elsewhere)  # type: ignore[attr-defined]
         self.end_headers()
 
-    do_POST = do_GET
-
     def log_message(self, *_: object) -> None:
         pass
 
 
-@pytest.mark.parametrize("body", [None, b"{}"])
-def test_the_key_does_not_follow_a_redirect_to_another_host(body: bytes | None) -> None:
+def test_the_key_does_not_follow_a_redirect_to_another_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, http.server.HTTPServer(("127.0.0.1", 0), Redirecting) as own:
         own.elsewhere = f"http://localhost:{other.getsockname()[1]}/model_info"  # type: ignore[attr-defined]
         threading.Thread(target=own.serve_forever, args=(0.01,), daemon=True).start()
-        with pytest.raises(urllib.error.HTTPError, match="302"):
-            ask(f"http://127.0.0.1:{own.server_port}", "model_info", KEY, body)
+        with pytest.raises(ServerRefused, match="status 302"):
+            ask(f"http://127.0.0.1:{own.server_port}", "model_info", KEY)
         own.shutdown()
         other.settimeout(0.1)
         with pytest.raises(TimeoutError):
@@ -141,6 +138,6 @@ def test_a_server_that_answers_a_byte_now_and_then_is_given_up_in_time(head: byt
 
         threading.Thread(target=drip, daemon=True).start()
         began = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"no whole answer within 0\.5 s"):
+        with pytest.raises(ServerLost, match="TimeoutError"):
             ask(f"http://127.0.0.1:{server.getsockname()[1]}", "model_info", "", timeout_s=0.5)
         assert time.monotonic() - began < 2

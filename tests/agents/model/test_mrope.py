@@ -82,8 +82,8 @@ def test_a_prefix_of_a_stream_has_the_same_positions_as_in_the_whole() -> None:
     ("ids", "grids", "rule"),
     [
         ([1, IMAGE, 1], [], "1 in the stream, 0 in grids"),
-        ([1, 1, 1], [(1, 2, 2)], "0 in the stream, over 1 in grids"),
-        ([IMAGE, 1], [(1, 2, 2), (1, 2, 2)], "1 in the stream, over 2 in grids"),
+        ([1, 1, 1], [(1, 2, 2)], "0 in the stream, 1 in grids"),
+        ([IMAGE, 1], [(1, 2, 2), (1, 2, 2)], "1 in the stream, 2 in grids"),
         ([IMAGE, IMAGE, IMAGE], [(1, 2, 4)], "3 in the stream, 2 in grids"),
         ([IMAGE, 1, IMAGE], [(1, 2, 4)], "0 to 2 are no unbroken run of 2"),
     ],

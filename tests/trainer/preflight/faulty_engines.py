@@ -16,6 +16,7 @@ from agents.engines.hf import HFEngine
 from agents.engines.hf_batch import CachedPrefix
 from agents.model.policy import PolicyModel
 from agents.types import Completion, GenerateRequest, ProcessedImage
+from tests.agents.engines.sglang_server import first
 
 
 class ChangedImages(HFEngine):
@@ -95,7 +96,7 @@ class StalePrefixEngine(HFEngine):
             session.prefix = self._prompts[request.ids]
         completion = await super().submit(session, request)
         end = len(request.ids) - 1
-        self._prompts.setdefault(request.ids, session.prefix.first(end))
+        self._prompts.setdefault(request.ids, first(session.prefix, end))
         return completion
 
 

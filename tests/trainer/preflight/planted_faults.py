@@ -222,7 +222,8 @@ def nothing(_: Path) -> Iterator[Sequence[str]]:
     yield ()
 
 
-LEARNER_PATHS = ("trainer.data.packing", "agents.model.stream_logprobs")
+#: The modules that ask for positions: the learner's, and that of the network, whose the engine's are.
+ALL_PATHS = ("trainer.data.packing", "agents.model.policy")
 SAID = "render(message.content or '')"
 FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault("a", "blind engine", "engine reads every image as grey", "sight of the engine", engine(BlindEngine)),
@@ -245,7 +246,7 @@ FAULTS: tuple[PlantedFault, ...] = (
         "flat positions everywhere",
         "learner and engine count tokens",
         "forward pass",
-        flat_positions(*LEARNER_PATHS, "agents.engines.hf"),
+        flat_positions(*ALL_PATHS),
     ),
     PlantedFault(
         "d", "wrong preprocessing", "preprocessor_config.json with CLIP's colours", "image preprocessing",

@@ -244,7 +244,9 @@ def test_servers_on_the_learners_gpus_take_those_of_one_node_in_the_order_of_the
 
     ranks = [Place(node, node, 1, (gpu,)) for node, gpu in (("a", "0"), ("a", "1"), ("b", "0"), ("b", "3"))]
     assert placed(2, 2) == [Shared("a", ("0", "1")), Shared("b", ("0", "3"))]
-    assert [place.servers_on_gpu for place in placed(5, 1)] == [2, 1, 1, 1, 2]
+    assert placed(4, 1) == [Shared("a", ("0",)), Shared("a", ("1",)), Shared("b", ("0",)), Shared("b", ("3",))]
+    with pytest.raises(UserError, match="--num-servers: must be at most 4, the servers that fit, got 5"):
+        placed(5, 1)
     with pytest.raises(UserError, match="--tensor-parallel: must be at most the 2 learners of one node, got 3"):
         placed(1, 3)
 

@@ -24,7 +24,7 @@ def test_the_command_that_checks_an_environment_reads_the_same_rows() -> None:
     words = check_command(EnvConfig(env="geo3k"), data).split()
     assert words[:3] == ["python", "-m", "envs.check"]
     config = parse(CheckConfig, words[3:], "", "")
-    assert config.id == "geo3k"
+    assert config.id == ("geo3k",)
     assert {name: getattr(config.problems, name) for name in RowsConfig.model_fields} == {
         name: getattr(data, name) for name in RowsConfig.model_fields
     }

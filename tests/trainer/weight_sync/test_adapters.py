@@ -20,7 +20,9 @@ from torch import nn
 
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.process import LocalProcess
+from agents.engines.sglang.server_arguments import choose_arguments, launch_command
 from agents.engines.sglang.server_facts import Host
+from agents.engines.sglang.settings import ServerPlace
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import stream_logprobs
 from agents.rendering.renderer import Renderer
@@ -332,7 +334,7 @@ def test_a_server_that_fails_at_its_first_adapter_gets_merged_weights(
 def command_of(engine: SGLangEngine) -> list[str]:
     """Return the command that starts the first server."""
     settings = engine.servers.settings
-    return settings.launch_command(settings.chosen_arguments(settings.place_here(0, 30000, Host()), Host()))
+    return launch_command(settings, choose_arguments(settings, ServerPlace(30000), Host()))
 
 
 def test_layers_that_servers_cannot_adapt_are_known_before_the_start(

@@ -36,6 +36,7 @@ def expand(ids: Sequence[int], grids: Sequence[Grid], image_token_id: int, merge
     >>> prompt.ids, prompt.spans, prompt.delta
     ([7, 9, 9, 7], [(1, 2)], 0)
     """
+    # Ids come with one placeholder an image, as SGLang wants them from every client.
     places = [place for place, token in enumerate(ids) if token == image_token_id]
     if len(places) != len(grids):
         raise ImageError(f"{len(places)} placeholders for {len(grids)} images")
