@@ -144,7 +144,7 @@ def _part(part: object) -> dict[str, Any]:
         if part.get("type") == "text" and isinstance(part.get("text"), str):
             return plain(part)
         if part.get("type") == "image":
-            image = load_image(part.get("image"), "observation image", None, max_pixels=MAX_IMAGE_PIXELS)
+            image = load_image(part.get("image"), "observation image", max_pixels=MAX_IMAGE_PIXELS)
             return {**plain_dict({name: each for name, each in part.items() if name != "image"}), "image": image}
     raise EnvFault(
         f'a part must be {{"type": "text", "text": str}} or {{"type": "image", "image": image}}, got {part!r:.200}'

@@ -29,9 +29,6 @@ class RowsConfig(Section):
     answer_key: str = Field(default="answer", description="column of the gold answer")
     image_keys: str = Field(default="images", description="column of the image or images")
     allow_outside_images: bool = Field(default=False, description="allow image paths outside the data file's folder")
-    allow_remote_images: bool = Field(
-        default=False, description="download images that are given as http or https URLs, from public addresses only"
-    )
 
     @property
     def keys(self) -> DataKeys:
@@ -45,7 +42,6 @@ class RowsConfig(Section):
             keys=self.keys,
             system_prompt=system_prompt,
             allow_outside_images=self.allow_outside_images,
-            allow_remote_images=self.allow_remote_images,
             limit=limit,
             split=split,
         )

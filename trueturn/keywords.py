@@ -40,7 +40,6 @@ class EnvironmentKeywords(TypedDict, total=False):
     answer_key: str
     image_keys: str
     allow_outside_images: bool
-    allow_remote_images: bool
     system_prompt: str
     max_prompt_tokens: int
 

@@ -25,7 +25,6 @@ from envs.datasets.prompts import DataKeys
 from envs.datasets.samples import load_samples
 from envs.geo3k.procedural import ProceduralGeo3k
 from envs.types import message_images, plain_text
-from tests.image_server import Answer, serving_images
 from tests.recordings import episodes_in, lines_of
 from trainer.run import run
 
@@ -96,21 +95,6 @@ def parquet(folder: Path, make: Callable[[int], dict[str, Any]]) -> str:
     rows = [make(index) for index in range(4)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
     return str(folder / "train.parquet")
-
-
-def test_rows_that_name_their_images_by_url_train_a_step(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with serving_images(monkeypatch) as server:
-        rows = []
-        for index in range(4):
-            text, label, image = problem(index)
-            server.answers[f"/{index}.png"] = Answer(image)
-            rows.append({"problem": text, "answer": label, "images": [f"{server.root}/{index}.png"]})
-        (tmp_path / "train.json").write_text(json.dumps(rows))
-        train("geo3k", checkpoint, tmp_path, "--data", str(tmp_path / "train.json"), "--allow-remote-images")
-        assert sum(server.asked.values()) == 4, "each image is downloaded once"
 
 
 def train(env: str, checkpoint: Path, folder: Path, *argv: str) -> None:
