@@ -250,12 +250,13 @@ def test_the_time_limit_of_the_environment_ends_the_episode() -> None:
     assert ends == [(False, False), (False, False), (True, True)]
 
 
+RULE = "No action was taken: write 1 to 8 characters of ' abcdefghijklmnopqrstuvwxyz'"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("Stop", "No action was taken: 'S' is not allowed. Write only characters of ' abcdefghijklmnopqrstuvwxyz'."),
-        ("stop stop", "No action was taken: write 1 to 8 characters and nothing else, not 9."),
-        ("", "No action was taken: write 1 to 8 characters and nothing else, not 0."),
+        *((text, f"{RULE} and nothing else, not {text!r}.") for text in ("Stop", "stop stop", "")),
         ("refuse", "No action was taken: not that"),
     ],
 )
@@ -267,7 +268,10 @@ def test_a_text_that_is_no_action_is_feedback(text: str, said: str) -> None:
 
 def test_a_large_alphabet_is_not_listed() -> None:
     options = {"id": "test/Echo-v0", "kwargs": {"charset": "".join(map(chr, range(0x4E00, 0x4F00)))}}
-    assert started(options).step("a")[0]["obs_str"] == "No action was taken: 'a' is not allowed."
+    assert (
+        started(options).step("a")[0]["obs_str"]
+        == "No action was taken: write 1 to 8 characters and nothing else, not 'a'."
+    )
 
 
 def test_what_the_environment_raises_is_a_fault() -> None:
@@ -297,17 +301,14 @@ def test_a_sample_without_a_seed_begins_in_the_same_state_every_time() -> None:
 
 
 @pytest.mark.parametrize(("mode", "rendering"), [("ansi", "at {}"), ("rgb_array", "<image>")])
-def test_a_rendering_comes_after_the_texts_of_the_observation_that_are_new(mode: str, rendering: str) -> None:
+def test_a_rendering_comes_after_the_texts_of_the_observation(mode: str, rendering: str) -> None:
     env = started({"id": "test/Errand-v0", "kwargs": {"render_mode": mode}})
-    first = "mission: get the key\nhints near: a wall\n" + rendering.format(0)
-    for _ in range(2):
-        shown = [env.reset()[0]["obs_str"], *(env.step(calls(0))[0]["obs_str"] for _ in range(3))]
-        assert shown == [
-            first,
-            rendering.format(1),
-            f"mission: open the door\n{rendering.format(2)}",
-            rendering.format(3),
-        ]
+    shown = [env.reset()[0]["obs_str"], env.step(calls(0))[0]["obs_str"], env.step(calls(0))[0]["obs_str"]]
+    assert shown == [
+        f"mission: get the key\n{rendering.format(0)}",
+        f"mission: get the key\n{rendering.format(1)}",
+        f"mission: open the door\n{rendering.format(2)}",
+    ]
 
 
 def test_a_text_that_is_the_whole_observation_stands_before_its_rendering() -> None:
@@ -360,7 +361,7 @@ def test_a_prompt_of_ones_own_replaces_the_instructions() -> None:
         ({"id": "FrozenLake-v1", "kwargs": {"size": 3}}, "got TypeError"),
         ({"id": "test/Steering-v0"}, "'test/Steering-v0' must have Discrete or Text actions"),
         ({**LAKE, "actions": ["left"]}, "must name each of the 4 actions of 'FrozenLake-v1'"),
-        ({**LAKE, "actions": ["a", "a", "b", "c"]}, "gymnasium options actions: must differ"),
+        ({**LAKE, "actions": ["a", "a", "b", "c"]}, "gymnasium options actions: must name each of the 4 actions"),
         ({"id": "test/Echo-v0", "actions": ["left"]}, "must name each of the 0 actions"),
         ({"id": "FrozenLake-v1", "action": []}, "got action; did you mean 'actions'?"),
         ({"id": 3}, "gymnasium options id"),
