@@ -11,8 +11,8 @@ from typing import Any, Literal
 from envs.tool_calls import ToolFormat
 from envs.types import Message
 
-#: Which calls of a turn run: the last, the first, all in order, all at once, or one (more than one is an error).
-CallPolicy = Literal["last", "first", "sequential", "parallel", "single"]
+#: Which calls of a turn run: the last alone, all in order, or all at once.
+CallPolicy = Literal["last", "sequential", "parallel"]
 #: What a fault that the model's own action caused is worth: the model reads the error and the episode goes on, the
 #: episode is dropped, or it ends with the lowest reward.
 ToolFaultPolicy = Literal["observe", "drop", "reward_min"]
