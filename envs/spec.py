@@ -24,7 +24,7 @@ from envs.types import Sample, SampleSource
 
 #: The environment's own reward among reward functions, in settings and recordings.
 ENV_REWARD = "answer"
-REWARD = WeightedPlugin("a reward function", "trueturn.rewards", ("trajectory",), names=(ENV_REWARD,))
+REWARD = WeightedPlugin("a reward function", ("trajectory",), names=(ENV_REWARD,))
 
 REFERENCE_FIX = "write module:ATTRIBUTE, such as my_env:build_env"
 

@@ -1,8 +1,6 @@
 """Objects that users bring: settings name them, and this module finds them.
 
-A reference is `module:NAME`, `path/to/file.py:NAME`, or the name of an entry point of an installed package. Each kind
-of plug-in has a group of entry points: a package with advantages has in its pyproject.toml
-``[project.entry-points."trueturn.advantages"]``, and under it ``turn_level = "my_package.advantages:turn_level"``.
+A reference is `module:NAME` or `path/to/file.py:NAME`.
 
 An object that Python code gives, rather than a name, gets a reference too: see `give`.
 """
@@ -21,9 +19,8 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -44,15 +41,14 @@ _BEING_IMPORTED: set[tuple[str, int]] = set()
 
 @dataclass(frozen=True)
 class Plugin:
-    """A kind of object that users bring: how errors call it, its group of entry points, and the parameters it takes.
+    """A kind of object that users bring: how errors call it, and the parameters it takes.
 
     `names` are those of our own that a reference may be too.
 
-    Example: `Plugin("an advantage", "trueturn.advantages", ("groups", "config"))`.
+    Example: `Plugin("an advantage", ("groups", "config"))`.
     """
 
     word: str
-    group: str
     parameters: tuple[str, ...]
     names: tuple[str, ...] = ()
 
@@ -63,23 +59,14 @@ class Plugin:
     def check_reference(self, text: str) -> str:
         """Return a reference, the path in it absolute. Raises ValueError if it is none, for pydantic."""
         place, _, name = text.rpartition(":")
-        if not place:
-            if text and text not in self.names and text not in self.installed():
-                if self.names:
-                    ours = ", ".join(self.names) + " or "
-                else:
-                    ours = ""
-                raise ValueError(f"must be {ours}{self.word} of an installed package, module:NAME or file.py:NAME")
+        if not place and text in ("", *self.names):
             return text
         if not name.isidentifier() or not (place.endswith(".py") or _MODULE.fullmatch(place)):
-            raise ValueError("must be module:NAME or file.py:NAME")
+            ours = "".join(f"{own} or " for own in self.names)
+            raise ValueError(f"must be {ours}module:NAME or file.py:NAME")
         if place.endswith(".py"):
             return f"{Path(place).absolute()}:{name}"
         return text
-
-    def installed(self) -> Mapping[str, str]:
-        """Return the references of installed packages by the names of their entry points."""
-        return {point.name: point.value for point in entry_points(group=self.group)}
 
     def load(self, field: str, reference: str) -> Any:
         """Return the object that a reference names, if it can be called as this kind of plug-in is.
@@ -87,11 +74,7 @@ class Plugin:
         Raises:
             UserError: it cannot be imported, or takes other parameters; the error names `field`, such as "--advantage".
         """
-        return self.check(field, reference, self.find(field, reference))
-
-    def find(self, field: str, reference: str) -> object:
-        """Return the object that a reference names. Raises `UserError` if it cannot be imported."""
-        return import_object(field, reference if ":" in reference else self.installed()[reference])
+        return self.check(field, reference, import_object(field, reference))
 
     def check(self, field: str, reference: str, found: object) -> Any:
         """Return an object if it can be called as this kind of plug-in is. Raises `UserError` if not."""
@@ -116,11 +99,8 @@ class Plugin:
             yield
         except (TypeError, ValueError) as error:
             rule = f"'{reference}' must return what {self.word} does ({error})"
-            place = place_of(self.find(field, reference))
-            if place:
-                got = f"{quoted(result, str)} ({place})"
-            else:
-                got = result
+            place = place_of(import_object(field, reference))
+            got = f"{quoted(result, str)} ({place})" if place else result
             raise UserError(field, rule, got, "see docs/plugins.md") from error
 
 
@@ -131,32 +111,23 @@ class WeightedPlugin(Plugin):
     def check_reference(self, text: str) -> str:
         """Return a reference with its weight, the path in it absolute."""
         reference, at, weight = self._split(text)
-        if weight:
-            try:
-                is_finite = math.isfinite(float(weight))
-            except ValueError:
-                is_finite = False
-            if not is_finite:
-                raise ValueError(f"must have a number as its weight after @, which '{weight}' is not")
-        reference = super().check_reference(reference)
-        if weight:
-            return f"{reference}{at}{weight}"
-        return reference
+        try:
+            is_number = not weight or math.isfinite(float(weight))
+        except ValueError:
+            is_number = False
+        if not is_number:
+            raise ValueError(f"must have a number as its weight after @, which '{weight}' is not")
+        return super().check_reference(reference) + at + weight
 
     def load_weighted(self, field: str, text: str) -> tuple[str, float, Any]:
         """Return name, weight and object; the object of one of our own `names` is None. Raises as `load` does."""
         reference, _, weight = self._split(text)
-        if reference in self.names:
-            found = None
-        else:
-            found = self.load(field, reference)
+        found = None if reference in self.names else self.load(field, reference)
         return plugin_name(reference), float(weight or 1), found
 
     @staticmethod
     def _split(text: str) -> tuple[str, str, str]:
-        if "@" in text:
-            return text.rpartition("@")
-        return (text, "", "")
+        return text.rpartition("@") if "@" in text else (text, "", "")
 
 
 def is_reference(value: object) -> bool:
@@ -272,9 +243,7 @@ def place_of(function: object) -> str:
     found: Any = function.func if isinstance(function, functools.partial) else function
     found = inspect.unwrap(found)
     code = getattr(found if hasattr(found, "__code__") else type(found).__call__, "__code__", None)
-    if code:
-        return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-    return ""
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
 
 
 def import_cause(error: BaseException) -> str:
@@ -285,10 +254,7 @@ def import_cause(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)[1:]
         if "importlib" not in frame.filename and frame.filename != __file__
     ]
-    if frames:
-        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
-    else:
-        place = ""
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     if isinstance(error, FileNotFoundError) and error.filename:  # the module's own file
         return "no such file"
     return f"{type(error).__name__}: {error}{place}"

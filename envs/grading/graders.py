@@ -22,7 +22,7 @@ from envs.grading.normal_form import Reading, read
 from envs.off_loop import awaited
 
 GraderName = Literal["math", "geo3k_strict", "geo3k_tolerance"]
-GRADER = Plugin("a grader", "trueturn.graders", ("answer", "label"))
+GRADER = Plugin("a grader", ("answer", "label"))
 #: A grader in a setting: one of ours by name, or one of the user's.
 GraderReference = GraderName | Annotated[str, GRADER]
 
@@ -109,7 +109,7 @@ def get_grader(name: str) -> Grader | OwnGrader:
     """
     if name in GRADERS:
         return GRADERS[name]
-    if is_reference(name) or name in GRADER.installed():
+    if is_reference(name):
         return OwnGrader(name, GRADER.load("grader", name))
     raise UserError("grader", "must be the name of a grader", name, did_you_mean(name, GRADERS))
 
