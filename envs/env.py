@@ -11,8 +11,8 @@ from typing import Any, Literal
 from envs.tool_calls import ToolFormat
 from envs.types import Message
 
-#: Which calls of a turn run: the last alone, all in order, or all at once.
-CallPolicy = Literal["last", "sequential", "parallel"]
+#: Which calls of a turn run: the last alone, or all in order.
+CallPolicy = Literal["last", "sequential"]
 #: What a fault that the model's own action caused is worth: the model reads the error and the episode goes on, the
 #: episode is dropped, or it ends with the lowest reward.
 ToolFaultPolicy = Literal["observe", "drop", "reward_min"]

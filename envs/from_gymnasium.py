@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Annotated, Any, Literal
 
@@ -181,9 +180,7 @@ class FromGymnasium(ToolEnv):
     """
 
     def __init__(self, sample: Sample, args: EnvArgs) -> None:
-        # Actions depend on each other, so the calls of a turn never run in parallel.
-        in_order = "sequential" if args.tool_calls == "parallel" else args.tool_calls
-        super().__init__(sample, replace(args, tool_calls=in_order))
+        super().__init__(sample, args)
         self.options = GymnasiumOptions.read(args.options)
         self.inner = self.options.make()
         self._takes_text = isinstance(self.inner.action_space, gymnasium.spaces.Text)

@@ -14,7 +14,6 @@ from envs.config.plugins import import_cause
 from envs.contract import TOOL_FAULT, ToolFault
 from envs.env import Env, EnvArgs
 from envs.errors import did_you_mean
-from envs.execution.threads import call_on_thread
 from envs.grading import extract_boxed, score_text
 from envs.off_loop import off_loop
 from envs.tool_calls import ToolCall, ToolCallError, call_example, find_tool_calls, outside_tool_calls
@@ -195,19 +194,14 @@ class ToolEnv(Env):
 
     def _make(self, found: Sequence[ToolCall | ToolCallError]) -> tuple[list[Content], list[dict[str, Any]]]:
         """Run the calls that the policy allows; return the content and the record of each."""
-        policy = self.args.tool_calls
         on_fault = self.args.on_tool_fault
-        if policy == "last":
-            found = found[-1:]
-        chosen = found[:MAX_CALLS_PER_TURN]
-        if policy == "parallel" and len(chosen) > 1:
-            results = self._run(self._call_all(chosen))
-        else:
-            results = []
-            for call in chosen:
-                results.append(self._run(self._call(call)) if self._is_async(call) else _finish(self._call(call)))
-                if self.done or (results[-1].error is not None and on_fault != "observe"):  # skip calls after the end
-                    break
+        chosen = found[-1:] if self.args.tool_calls == "last" else found[:MAX_CALLS_PER_TURN]
+        results: list[_CallResult] = []
+        for call in chosen:
+            run = self._run if self._is_async(call) else _finish  # most tools need no event loop
+            results.append(run(self._call(call)))
+            if self.done or (results[-1].error is not None and on_fault != "observe"):  # skip calls after the end
+                break
         records = [_record(call, result) for call, result in zip(chosen, results, strict=False)]
         error = next((result.error for result in results if result.error is not None), None)
         if error is not None and on_fault == "drop":
@@ -219,14 +213,6 @@ class ToolEnv(Env):
 
     def _is_async(self, call: ToolCall | ToolCallError) -> bool:
         return isinstance(call, ToolCall) and (named := self._tool(call.name)) is not None and named.is_async
-
-    async def _call_all(self, calls: Sequence[ToolCall | ToolCallError]) -> list[_CallResult]:
-        async def one(call: ToolCall | ToolCallError) -> _CallResult:
-            if self._is_async(call):
-                return await self._call(call)
-            return await call_on_thread(_finish, self._call(call))
-
-        return list(await asyncio.gather(*(one(call) for call in calls)))
 
     async def _call(self, call: ToolCall | ToolCallError) -> _CallResult:
         """Run one call, whatever the tool raises. Awaits nothing unless the tool is async."""

@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import atexit
 import errno
+import faulthandler
 import io
 import os
 import sys
-import threading
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel
@@ -253,7 +251,7 @@ def _add(group: argparse._ActionsContainer, flag: str, field: FieldInfo, is_show
         group.add_argument(flag, action=action, metavar=metavar_of(field.annotation), default=None, help=text)
 
 
-#: How long code that runs at exit may take until it is said.
+#: How long code that runs at exit may take, in seconds, until it is named.
 END_S = 15.0
 
 
@@ -262,11 +260,6 @@ def exit_code(main: Callable[[], int]) -> int:
 
     Whatever the command prints is escaped, to the end of the process.
     """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, as after `>&-`
-            nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open to the end
-            os.set_inheritable(nowhere.fileno(), True)  # it has the number that children take for their own
-            setattr(sys, name, nowhere)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a text of anyone may hold what the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
@@ -291,26 +284,5 @@ def exit_code(main: Callable[[], int]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     finally:
-        atexit.unregister(_watch_the_end)
-        atexit.register(_watch_the_end)  # the last one that is registered runs first
-
-
-def _watch_the_end() -> None:
-    """Say where the end of the process stands, if code that someone has registered with `atexit` keeps it."""
-    timer = threading.Timer(END_S, _say_where_it_stands)
-    timer.daemon = True
-    timer.start()
-
-
-def _say_where_it_stands() -> None:
-    ident = threading.main_thread().ident
-    if ident:
-        frame = sys._current_frames().get(ident)
-    else:
-        frame = None
-    if frame:
-        stack = "".join(traceback.format_stack(frame))
-    else:
-        stack = ""
-    said = f"note: the command is done, and code that runs at exit has kept its process for {END_S:g} s"
-    print(f"{said}; Ctrl-C ends it\n{stack}", file=sys.stderr, flush=True)
+        # What was registered last runs first: it names the code that keeps the process, if a user's code at exit hangs.
+        atexit.register(faulthandler.dump_traceback_later, END_S, file=sys.__stderr__)

@@ -113,7 +113,7 @@ def read_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     rule = "must be a list of tool schemas, or its JSON"
     if isinstance(value, str) and value.strip():
         try:
-            value = load_json(value)
+            value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise UserError(where, rule, json_fault(error), "fix the JSON") from error
     tools = value or ()
@@ -123,18 +123,12 @@ def read_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-class _RepeatedKey(ValueError):
-    """An object has a key twice, of which Python would take the last value in silence."""
-
-
 def json_fault(error: ValueError | RecursionError) -> str:
     """Return what is wrong with a JSON text."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at column {error.colno}"
     if isinstance(error, RecursionError):
         return "lists that nest too deeply"
-    if isinstance(error, _RepeatedKey):
-        return str(error)
     return "a number with too many digits"
 
 
@@ -251,7 +245,7 @@ def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = load_json(line)
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
             rule = f"must be one JSON object ({json_fault(error)})"
             raise UserError(f"{file.name} line {number}", rule, line[:60], "fix the line") from error
@@ -264,7 +258,7 @@ def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
 
 def _read_json(file: Path) -> list[Mapping[str, Any]]:
     try:
-        data = load_json(_read_text(file))
+        data = json.loads(_read_text(file))
     except (ValueError, RecursionError) as error:
         where = file.name
         fix = "fix it"
@@ -283,21 +277,6 @@ def _read_json(file: Path) -> list[Mapping[str, Any]]:
                 f"{file.name} row {index}", "must be an object", type(row).__name__, 'write {"problem": ...}'
             )
     return rows
-
-
-def load_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises `ValueError`, also where an object has a key twice, `RecursionError`."""
-    return json.loads(text, object_pairs_hook=_each_key_once)
-
-
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of its keys and values. Raises `_RepeatedKey`."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _RepeatedKey(f"the key {twice!r:.40} stands twice")
-    return found
 
 
 def _read_text(file: Path) -> str:

@@ -158,7 +158,7 @@ def test_a_path_of_calls_crosses_the_lake() -> None:
 
 
 def test_the_whole_path_may_stand_in_one_turn_and_ends_where_the_episode_does() -> None:
-    env = started(LAKE, tool_calls="parallel", reward_max_val=3.0, reward_min_val=-1.0)
+    env = started(LAKE, reward_max_val=3.0, reward_min_val=-1.0)
     observation, done, info = env.step(calls(*PATH, "left"))
     assert done and len(contents(env, observation)) == len(info["tool_calls"]) == 6
     assert info["reward"] + env.reward("") == 3.0
