@@ -127,8 +127,6 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
     An exception of the environment passes through and ends the episode.
     """
 
-    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012 - as Gymnasium reads it
-
     def __init__(
         self,
         env_id: str,
@@ -139,7 +137,6 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         data_seed: int = 0,
         samples: SampleSource | None = None,
         max_turns: int | None = None,
-        render_mode: str | None = None,
     ) -> None:
         """Find the entry `env_id` (also in the overlay files `registry`) and load its code and data set.
 
@@ -150,8 +147,6 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         """
         if max_turns is not None and max_turns < 1:
             raise UserError("max_turns", "must be at least 1", max_turns, "leave it out for the registry's limit")
-        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
-            raise UserError("render_mode", "must be 'ansi' or None", render_mode, "give 'ansi', the episode as text")
         overlays = [registry] if isinstance(registry, str | Path) else registry
         spec = get_spec(env_id, *map(Path, overlays))
         self._build = load_env(spec)
@@ -162,13 +157,11 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         self._system_prompt = spec.load_system_prompt()
         self.observation_space = spaces.Dict({"text": AnyText(), "images": spaces.Sequence(RGBImage())})
         self.action_space = AnyText()
-        self.render_mode = render_mode
         self._inner: Env | None = None
         self._playing = False
         self._turn = 0
         self._earned = EpisodeReward()
         self._sample_id = ""
-        self._transcript: list[str] = []
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -184,7 +177,6 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         self._sample_id = sample.id
         self._turn = 0
         self._earned = EpisodeReward()
-        self._transcript = []
         inner = self._inner = self._build(sample, self._args)
         observation, reset_info = inner.reset()
         prompt = add_system_prompt(sample.prompt, self._system_prompt) if self._system_prompt else [*sample.prompt]
@@ -205,7 +197,6 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         if not isinstance(action, str):
             raise InvalidAction(f"an action is the model's text, got {type(action).__name__}")
         self._playing = False  # a fault ends the episode
-        self._transcript.append(f"[assistant]\n{action}")
         observation, done, step_info = self._inner.step(str(action))
         observed = self._show(_messages(self._inner, observation))
         self._turn += 1
@@ -221,12 +212,6 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         if not self._playing:
             info["end"] = "completed" if done else "max_turns"
         return observed, reward, terminated, at_limit and not terminated, info
-
-    def render(self) -> str | None:  # type: ignore[override]
-        """Return the episode so far as text; None without ``render_mode="ansi"``."""
-        if self.render_mode == "ansi":
-            return "\n\n".join(self._transcript)
-        return None
 
     def close(self) -> None:
         """Close the episode's environment; may be called twice."""
@@ -245,9 +230,8 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         return int(index)
 
     def _show(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """Add the messages to the transcript and return their observation, with copies of the images."""
+        """Return the observation of messages, with copies of the images."""
         text = "\n\n".join(f"[{message['role']}]\n{plain_text(message)}" for message in messages)
-        self._transcript += [text] if text else []
         return {"text": text, "images": tuple(np.array(image.convert("RGB")) for image in message_images(messages))}
 
 

@@ -119,10 +119,7 @@ def plugin_files() -> Iterator[tuple[str, Path]]:
             found = importlib.util.find_spec(point.value)
         except Exception:  # this imports the parent packages, which may raise anything
             found = None
-        if found:
-            folders = list(found.submodule_search_locations or ())
-        else:
-            folders = []
+        folders = list(found.submodule_search_locations or ()) if found else []
         if folders:
             yield point.name, Path(folders[0]) / "registry.yaml"
         else:
@@ -141,10 +138,7 @@ def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
     if env_id not in registry:
         rule = " or in ".join(["must be in the registry", *map(str, overlays)])
         known = did_you_mean(env_id, registry)
-        if overlays:
-            fix = known
-        else:
-            fix = f"give the file of an entry of your own with --registry; {known}"
+        fix = known if overlays else f"give the file of an entry of your own with --registry; {known}"
         raise UserError("environment", rule, env_id, fix)
     return registry[env_id]
 
@@ -154,10 +148,7 @@ def _read_file(file: Path) -> dict[str, EnvSpec | UserError]:
     try:
         text = read_text(file, str(file))
     except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError):
-            got = error.strerror
-        else:
-            got = str(error)
+        got = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(str(file), "must be a readable registry file", got, "give an existing file") from error
     entries = load_yaml(text, str(file))
     if entries is None:
@@ -207,8 +198,5 @@ def parse_entry(source: str, env_id: object, entry: object) -> EnvSpec:
             rule = f"must be one of {', '.join(words)}{', or module:NAME' * takes_references(kind)}"
             raise UserError(field, rule, got, did_you_mean(str(got), words)) from error
         rule = first["msg"].replace("Input should be", "must be").replace("a valid tuple", "a list")
-        if isinstance(got, str):
-            shown = f"the text '{got}'"
-        else:
-            shown = got
+        shown = f"the text '{got}'" if isinstance(got, str) else got
         raise UserError(field, rule[:1].lower() + rule[1:], shown, "fix the value") from error

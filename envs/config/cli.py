@@ -121,44 +121,38 @@ def parse(
     """
     if argv is None and sys.argv[0].startswith(PROGRAM):
         prog = sys.argv[0]
-    fields = [(path, field) for path, field in leaves(model) if has_flag(field)]
     words = sys.argv[1:] if argv is None else argv
     parser = _parser(model, prog, description, layers, () if HELP_ALL in words else first)
     if first:
         parser.add_argument(HELP_ALL, action="help", help="show all flags and exit")
     parser.argv = words
     parser.check_switches()
-    takes_several = any(field.is_required() and is_tuple(field) for _, field in fields)
-    found, unknown = (parser.parse_known_intermixed_args if takes_several else parser.parse_known_args)(parser.argv)
+    # Several arguments may stand between flags; argparse reads a single one there without help.
+    takes_several = any(field.is_required() and is_tuple(field) for _, field in leaves(model))
+    found, unknown = (parser.parse_known_intermixed_args if takes_several else parser.parse_known_args)(words)
     known = vars(found)
-    flags = {flag_of(path[-1], field): path for path, field in fields}
+    flags = {flag_of(path[-1], field): path for path, field in leaves(model) if has_flag(field)}
     if unknown:
         flag = unknown[0].split("=")[0]
-        if layers:
-            others = ("--config", "--print-config")
-        else:
-            others = ()
-        others += (layers.foreign.flag,) if layers and layers.foreign else ()
-        if layers:
-            fix = layers.translated(model, flag)
-        else:
-            fix = ""
-        others += (HELP_ALL,) if first else ()
-        fix = fix or _instead(model, flag, (*flags, *others), known)
+        others = ["--config", "--print-config"] if layers else []
+        others += [layers.foreign.flag] if layers and layers.foreign else []
+        others += [HELP_ALL] if first else []
+        fix = (layers and layers.translated(model, flag)) or _instead(model, flag, (*flags, *others), known)
         raise UserError(flag, "is no flag of this command", unknown[0], fix)
     settings: Settings = {
         path: Setting(value, flag) for flag, path in flags.items() if (value := known[path[-1]]) not in (None, [])
     }
-    if layers:
-        below = layers.read_files(model, known["config"] or ())
-        if layers.foreign and known[_FOREIGN]:
-            foreign, lines = layers.foreign.settings(os.environ)
-            print(*lines, sep="\n", file=sys.stderr)
-            below |= foreign
-        settings = below | layers.read_variables(model, os.environ) | settings
-        settings = layers.read_base(model, settings) | settings
+    if not layers:
+        return validate(model, settings)
+    below = layers.read_files(model, known["config"] or ())
+    if layers.foreign and known[_FOREIGN]:
+        foreign, lines = layers.foreign.settings(os.environ)
+        print(*lines, sep="\n", file=sys.stderr)
+        below |= foreign
+    settings = below | layers.read_variables(model, os.environ) | settings
+    settings = layers.read_base(model, settings) | settings
     config = validate(model, settings)
-    if layers and known["print_config"]:
+    if known["print_config"]:
         print(dump(config, settings), end="")
         raise SystemExit(0)
     return config
@@ -237,10 +231,7 @@ def _add_section(
 
 
 def _add(group: argparse._ActionsContainer, flag: str, field: FieldInfo, is_shown: bool) -> None:
-    if is_shown:
-        text = help_of(field).replace("%", "%%")
-    else:
-        text = argparse.SUPPRESS
+    text = help_of(field).replace("%", "%%") if is_shown else argparse.SUPPRESS
     if field.is_required():
         nargs = "*" if is_tuple(field) else "?"
         group.add_argument(flag.lower(), metavar=flag, nargs=nargs, help=text)

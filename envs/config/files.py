@@ -62,10 +62,7 @@ def read_file(model: type[BaseModel], file: Path, name: str = "") -> Settings:
     try:
         text = read_text(file, name or str(file))
     except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError):
-            reason = error.strerror
-        else:
-            reason = str(error)
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(name or str(file), "must be a readable file", reason, "give an existing YAML file") from error
     name = name or str(file)
     return dict(_settings(model, model, parse_yaml(text, name), name, ()))
@@ -101,17 +98,11 @@ def _unknown(root: type[BaseModel], model: type[BaseModel], name: str, place: st
     """Return the error for an unknown key: the section that it belongs to, or the most similar key."""
     section = ".".join(path)
     for own in (".".join(own[:-1]) for own, _ in leaves(root) if own[-1] == name):
-        if section:
-            got = f"it under {section}"
-        else:
-            got = "it outside of all sections"
+        got = f"it under {section}" if section else "it outside of all sections"
         if own:
             return UserError(place, f"{name} belongs under {own}", got, f"write {own}: {{{name}: ...}}")
         return UserError(place, f"{name} belongs to no section", got, f"write {name}: ... at the start of a line")
-    if section:
-        kind = f"a setting of {section}"
-    else:
-        kind = "a section or setting"
+    kind = f"a setting of {section}" if section else "a section or setting"
     return UserError(place, f"is not {kind}", name, did_you_mean(name, model.model_fields))
 
 
@@ -155,10 +146,7 @@ def _note(field: FieldInfo, value: Any, setting: Setting | None) -> str:
     """Return the comment after a value; empty for the default."""
     if not field.is_required() and value == field.get_default():
         return ""
-    if field.is_required():
-        notes = []
-    else:
-        notes = [f"default: {text_of(field.get_default())}"]
+    notes = [] if field.is_required() else [f"default: {text_of(field.get_default())}"]
     notes += [f"from {setting.source}"] if setting else []
     if notes:
         return f"  # {'; '.join(notes)}"

@@ -42,11 +42,9 @@ def _num_values(node: yaml.Node, counts: dict[yaml.Node, float]) -> float:
         return 1
     if node not in counts:
         counts[node] = math.inf  # while its parts are counted
-        is_mapping = isinstance(node, yaml.MappingNode)
-        if is_mapping:
+        parts = node.value
+        if isinstance(node, yaml.MappingNode):
             parts = [part for pair in node.value for part in pair]
-        else:
-            parts = node.value
         counts[node] = 1 + sum(_num_values(part, counts) for part in parts)
     return counts[node]
 
@@ -60,16 +58,7 @@ def load_yaml(text: str, place: str, loader: type[UniqueKeyLoader] = UniqueKeyLo
     except ValueError as error:  # a number with too many digits, or a date such as 2026-13-01
         raise UserError(place, "must be YAML", first_line(error), "put the value into quotes") from error
     except yaml.YAMLError as error:
-        if isinstance(error, yaml.MarkedYAMLError):
-            mark = error.problem_mark
-        else:
-            mark = None
-        if mark is None:
-            where = place
-        else:
-            where = f"{place} line {mark.line + 1}"
-        if isinstance(error, yaml.MarkedYAMLError):
-            got = error.problem
-        else:
-            got = str(error)
+        mark = getattr(error, "problem_mark", None)
+        where = f"{place} line {mark.line + 1}" if mark else place
+        got = getattr(error, "problem", None) or str(error)
         raise UserError(where, "must be YAML", got, "fix the line") from error

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 SUFFIXES = (".parquet", ".jsonl", ".json")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_SPLIT_NAMES = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
 _SOURCES_FIX = f"give a {', '.join(SUFFIXES)} file, a folder of them, or a Hugging Face id such as hiyouga/geometry3k"
 
 
@@ -181,10 +180,7 @@ def _open_folder(folder: Path, split: str) -> RowSource:
     stem = f"{name}-{split}"
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return RowSource(_load_saved(folder, split, name), name, stem, folder)
-    files = _data_files(folder) or _data_files(folder / "data")
-    if not files:
-        raise UserError(str(folder), "must hold a data set", "a folder without one", _SOURCES_FIX)
-    files = _of_split(files, split, folder)
+    files = _files_of(folder, split)
     if len({file.suffix for file in files}) > 1:
         names = ", ".join(file.name for file in files)
         raise UserError(str(folder), f"must hold the split '{split}' in one format", names, "give one of the files")
@@ -194,21 +190,18 @@ def _open_folder(folder: Path, split: str) -> RowSource:
     return RowSource(_read_files(files, name), name, stem, files[0].parent)
 
 
-def _data_files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES and file.is_file())
-
-
-def _of_split(files: Sequence[Path], split: str, folder: Path) -> list[Path]:
-    """Return the files of a split (train.jsonl, train-00000-of-00002.parquet), or all if no file names a split."""
-
-    def named(file: Path, name: str) -> bool:
-        return re.fullmatch(rf"{re.escape(name)}([-._]\d.*)?", file.stem) is not None
-
-    chosen = [file for file in files if named(file, split)]
-    if not chosen and any(named(file, name) for file in files for name in _SPLIT_NAMES):
-        fix = did_you_mean(split, {re.sub(r"[-._]\d.*", "", file.stem) for file in files})
+def _files_of(folder: Path, split: str) -> list[Path]:
+    """Return the files of a split in a folder or its `data`, in order: train.jsonl, train-00000-of-00002.parquet."""
+    there = [*sorted(folder.glob("*")), *sorted(folder.glob("data/*"))]
+    # The number of a shard follows the split's name.
+    splits = {file: re.sub(r"[-._]\d.*", "", file.stem) for file in there if file.suffix in SUFFIXES}
+    if not splits:
+        raise UserError(str(folder), "must hold a data set", "a folder without one", _SOURCES_FIX)
+    files = [file for file, name in splits.items() if name == split]
+    if not files:
+        fix = did_you_mean(split, set(splits.values()))
         raise UserError(str(folder), "must hold a file of the requested split", split, fix)
-    return chosen or list(files)
+    return files
 
 
 def _read_files(files: Sequence[Path], name: str) -> Rows:
