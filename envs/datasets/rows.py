@@ -251,7 +251,7 @@ def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
 
 def _read_json(file: Path) -> list[Mapping[str, Any]]:
     try:
-        data = json.loads(_read_text(file))
+        rows = json.loads(_read_text(file))
     except (ValueError, RecursionError) as error:
         where = file.name
         fix = "fix it"
@@ -260,10 +260,8 @@ def _read_json(file: Path) -> list[Mapping[str, Any]]:
             if error.msg == "Extra data":
                 fix = "a file with one object a line must end in .jsonl"
         raise UserError(where, "must be JSON", json_fault(error), fix) from error
-    rows = data.get("data") if isinstance(data, dict) else data
     if not isinstance(rows, list):
-        got = f"an object with the keys {', '.join(data)}" if isinstance(data, dict) else type(data).__name__
-        raise UserError(file.name, 'must be a list of rows or {"data": [...]}', got, "put the rows into a list")
+        raise UserError(file.name, "must be a list of rows", type(rows).__name__, "put the rows into a list")
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             raise UserError(

@@ -95,7 +95,7 @@ def load_samples(
 ) -> RowSamples:
     """Load a data set and check all of it, images included (about 3 ms an image and core).
 
-    `source` is a .parquet, .jsonl or .json file (a list, or ``{"data": [...]}``), a folder of such files, a saved
+    `source` is a .parquet, .jsonl or .json file (a list), a folder of such files, a saved
     Hugging Face data set, or a Hugging Face id. `split` selects within a folder or a set; `limit` takes only the first
     rows. The prompt is a text or a list of chat messages. Each ``<image>`` in it is the placeholder of the next image;
     without any, the images come first in the first user message. `system_prompt` precedes the row's own. Other columns

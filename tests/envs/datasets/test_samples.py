@@ -243,12 +243,11 @@ def test_every_file_format_gives_the_same_samples(folder: Path) -> None:
     rows = [row(), row("<image>b<image>", 3, ("blue.png", "red.png"), id="x")]
     expected = [shape(sample) for sample in load(folder, *rows)]
     (folder / "list.json").write_text("\ufeff" + json.dumps(rows), encoding="utf-8")
-    (folder / "data.json").write_text(json.dumps({"data": rows}))
     encoded = [
         {**r, "answer": str(r["answer"]), "images": [stored(folder, name) for name in r["images"]]} for r in rows
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(encoded), folder / "rows.parquet")
-    for name in ("list.json", "data.json", "rows.parquet"):
+    for name in ("list.json", "rows.parquet"):
         samples = load_samples(str(folder / name))
         assert [shape(sample) for sample in samples] == expected, name
         assert [sample.label for sample in samples] == ["68", "3"]
@@ -370,7 +369,7 @@ def test_an_images_key_that_no_row_has_is_refused(folder: Path) -> None:
         ("a.json", "[" + "1" * 5000, "a.json: must be JSON, got a number with too many digits"),
         ("a.json", '[\n {"a": 1},\n {"a" 2}\n]', "a.json line 3: must be JSON"),
         ("a.json", '{"a": 1}\n{"a": 2}', "one object a line must end in .jsonl"),
-        ("a.json", '{"rows": []}', "a.json: must be a list of rows or"),
+        ("a.json", '{"rows": []}', "a.json: must be a list of rows, got dict"),
         ("a.json", "[1]", "a.json row 0: must be an object"),
         ("a.jsonl", "\n", "a.jsonl: must hold at least one row"),
         ("a.json", "[]", "a.json: must hold at least one row"),
