@@ -197,6 +197,7 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         if not isinstance(action, str):
             raise InvalidAction(f"an action is the model's text, got {type(action).__name__}")
         self._playing = False  # a fault ends the episode
+        # A text drawn from a space is a numpy text.
         observation, done, step_info = self._inner.step(str(action))
         observed = self._show(_messages(self._inner, observation))
         self._turn += 1
@@ -206,6 +207,7 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
             of_text = reward_of_text(self._inner, str(action))
             self._earned.total(of_text)  # raises where there is no reward at all
             reward += of_text or 0.0
+        # One turn is the whole task then, and no limit cut it short.
         terminated = bool(done) or self._args.max_turns == 1
         self._playing = not (done or at_limit)
         info: dict[str, Any] = {"sample_id": self._sample_id, "step_info": _plain_info(step_info)}

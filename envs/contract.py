@@ -109,6 +109,7 @@ def checked_number(value: object, rule: str) -> float:
     `rule` begins the message of the fault: "reward must be".
     """
     if isinstance(value, bool) or not isinstance(value, Real):
+        # Such as a tensor or a Decimal, whose author means a number.
         if hasattr(value, "__float__"):
             fix = "; write float(...)"
         else:
@@ -221,6 +222,7 @@ def shown(value: Any) -> str:
 
 
 def _plain(value: Any, depth: int, counter: Iterator[int], copy_known: Callable[[Any], Any]) -> Any:
+    # One counter for the whole value: nested lists share its budget.
     if next(counter, None) is None:
         raise _TooManyValues
     kind = type(value)
@@ -248,6 +250,7 @@ def _is_known(value: Any) -> bool:
     package = type(value).__module__.partition(".")[0]
     if package in _ARRAYS:
         return hasattr(value, "dtype") and not getattr(value.dtype, "hasobject", False)
+    # A time of datetime may hold a time zone of the author's own class.
     zone = getattr(value, "tzinfo", None)
     return package in _KNOWN and (zone is None or _is_known(zone))
 

@@ -93,6 +93,7 @@ class Env(ABC):
         if not {"obs_str", "multi_modal_data"} & observation.keys():
             rule = "an observation must hold obs_str or multi_modal_data, or format_observation be defined"
             raise ValueError(f"{rule}, got the keys {', '.join(map(str, observation))}")
+        # An author who writes "image" beside the text would train a model that never sees it.
         if "multi_modal_data" not in observation and (lost := {"image", "images"} & observation.keys()):
             raise ValueError(f'images must stand in multi_modal_data, got {lost.pop()!r}; write {{"image": [image]}}')
         groups = observation.get("multi_modal_data") or {}

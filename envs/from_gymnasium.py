@@ -77,6 +77,7 @@ class GymnasiumOptions(BaseModel):
         """
         try:
             env = gymnasium.make(self.id, disable_env_checker=True, **self.kwargs)
+            # Without a rendering the model would read Discrete states as bare numbers.
             is_text = isinstance(env.observation_space, gymnasium.spaces.Text)
             if not is_text and "render_mode" not in self.kwargs and "ansi" in env.metadata.get("render_modes", ()):
                 env.close()
@@ -246,6 +247,7 @@ class FromGymnasium(ToolEnv):
             raise ToolError(f"No action was taken: {error}", "illegal_action") from error
         self.done = bool(terminated or truncated)
         self.info |= {
+            # Several calls may stand in one turn. A score of 0 must add nothing, whatever the entry's scale.
             "reward": self.info.get("reward", 0.0) + self.args.reward(float(reward)) - self.args.reward(0.0),
             "terminated": bool(terminated),
             "truncated": bool(truncated),
@@ -296,6 +298,7 @@ def name_colours(text: str) -> str:
         nonlocal num_open
         numbers = [int(number) for number in code.group(1).split(";") if number]
         for number in numbers:
+            # Foreground and background colours of terminals; 1 is bold and 0 ends them all.
             if 30 <= number <= 38 or 40 <= number <= 48:
                 num_open += 1
                 return f"[{_COLOURS[number % 10]}:"
@@ -325,4 +328,5 @@ def _observation(content: Content) -> dict[str, Any]:
 
 def _episode_seed(key: str, split: str) -> int:
     """Return a seed below 2**31 that no other split can have."""
+    # Seeds of splits differ modulo 3.
     return Random(key).randrange(2**29) * len(SPLITS) + SPLITS.index(split)

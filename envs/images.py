@@ -74,6 +74,7 @@ def load_image(value: object, field: str, access: ImageAccess = NO_PATHS, max_pi
 def _find(value: object, field: str, access: ImageAccess) -> ImageSource:
     """Locate the image: check its path or decode its base64, without reading pixels."""
     if isinstance(value, Mapping) and (held := held_image(value)):
+        # Where rows come from a pipeline of qwen-vl-utils. Two sizes of one image would be two inputs.
         if sized := next((name for name in ("min_pixels", "max_pixels") if value.get(name) is not None), ""):
             fix = "remove it: the processor of the model decides the size of every image"
             raise UserError(field, f"must have no {sized} of its own", value[sized], fix)
@@ -105,6 +106,7 @@ def decode_image(
             check_size(source, field, max_pixels)
             return _to_rgb(source)
         _check_bytes(source.stat().st_size if isinstance(source, Path) else len(source), field)
+        # Read once: between two readings a file could change.
         data = source.read_bytes() if isinstance(source, Path) else source
         with Image.open(BytesIO(data), formats=formats) as header:
             check_size(header, field, max_pixels)
@@ -132,6 +134,7 @@ def held_image(value: Mapping[str, Any]) -> tuple[str, Any] | None:
 
     A part of a chat message may hold it two deep: `{"image_url": {"url": ...}}` or `{"image": {"bytes": ...}}`.
     """
+    # OpenAI's parts nest a dict under image_url, those of Hugging Face under image.
     nested = next((value[name] for name in _HOLDERS if isinstance(value.get(name), Mapping)), value)
     found = ((name, nested[name]) for name in _HOLDERS if nested.get(name) is not None)
     return next((held for held in found if not isinstance(held[1], Mapping)), None)
@@ -168,6 +171,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _check_inside(path: Path, field: str, access: ImageAccess) -> Path:
+    # A link in a stranger's data set may lead to any file of this machine.
     resolved = path.resolve()
     if access.allow_outside or (access.root and resolved.is_relative_to(access.root.resolve())):
         return resolved
@@ -194,6 +198,7 @@ def _decode_base64(text: str, field: str) -> bytes | None:
 
 
 def _is_image(data: bytes) -> bool:
+    # The first bytes of WEBP, PNG, JPEG, GIF and BMP.
     riff = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
     return riff or data.startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM"))
 
@@ -210,6 +215,7 @@ def check_size(image: Image.Image, field: str, max_pixels: int) -> None:
         raise UserError(field, "must have pixels", f"{width}x{height}", "give an image that shows something")
     if width * height > max_pixels:
         raise UserError(field, f"must have at most {max_pixels} pixels", f"{width}x{height}", "scale it down")
+    # Qwen's image processor raises for thinner ones, in the middle of a run.
     if max(width, height) > MAX_RATIO * min(width, height):
         rule = f"must have no side over {MAX_RATIO} times as long as the other"
         raise UserError(field, rule, f"{width}x{height}", "cut it into parts")
@@ -217,6 +223,7 @@ def check_size(image: Image.Image, field: str, max_pixels: int) -> None:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     """Decode and convert to RGB: apply EXIF rotation, put transparency on white, scale 16-bit grey to 8 bits."""
+    # A camera notes beside the pixels how it was held; the processors of models do not look there.
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         # Pillow's own conversion clips at 255, which turns nearly all of a 16-bit image white.

@@ -89,6 +89,7 @@ class CheckedSamples:
 
     def __getitem__(self, index: int) -> Sample:
         """Return a sample. Raises `UserError` if the author's code raises or returns something else."""
+        # Code of an author may hang here as well as in an episode.
         with watched(f"sample {index} of environment '{self.env_id}'"):
             return self._checked(range(len(self))[index])
 

@@ -95,6 +95,7 @@ def load_registry(*overlays: Path) -> Registry:
             entries |= added
         except UserError as error:  # a broken installed package must not stop every command
             logger.warning("left out the environments of the installed package '%s': %s", name, error)
+    # In the order of the command line: a later file wins.
     for file in overlays:
         entries |= _read_file(file)
     return Registry(entries | _REGISTERED)
@@ -173,6 +174,7 @@ def parse_entry(source: str, env_id: object, entry: object) -> EnvSpec:
     where = f"{source} entry '{env_id}'"
     if not isinstance(env_id, str):
         raise UserError(where, "must have a text as its id", type(env_id).__name__, f'write "{env_id}": in quotes')
+    # `origin` is ours, and the id stands before the entry.
     known = sorted(set(EnvSpec.model_fields) - {"id", "origin"} | {"gymnasium"})
     if not isinstance(entry, dict):
         raise UserError(where, "must be a mapping", type(entry).__name__, f"give the keys {', '.join(known)}")
@@ -194,6 +196,7 @@ def parse_entry(source: str, env_id: object, entry: object) -> EnvSpec:
         if first["type"] == "string_pattern_mismatch":
             raise UserError(field, "must name something in a module", got, REFERENCE_FIX) from error
         kind = EnvSpec.model_fields[name].annotation
+        # pydantic would list one error for each kind of the union.
         if words := words_of(kind):
             rule = f"must be one of {', '.join(words)}{', or module:NAME' * takes_references(kind)}"
             raise UserError(field, rule, got, did_you_mean(str(got), words)) from error

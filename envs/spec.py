@@ -195,6 +195,7 @@ class EnvSpec(BaseModel):
         """
         low = self.reward_min_val
         high = self.reward_max_val
+        # A game counts its points: the default 0 and 1 are then nobody's declaration.
         if self.success is not None and "reward_min_val" not in self.model_fields_set:
             low = -math.inf
         if self.success is not None and "reward_max_val" not in self.model_fields_set:
@@ -219,6 +220,7 @@ class EnvSpec(BaseModel):
             reward_min_val=self.reward_min_val,
             success_key=self.success_rule.key if self.success_rule else "",
             on_tool_fault=self.on_tool_fault,
+            # Inline calls have no time limit, so neither have their tools.
             tools_timeout_s=None if self.isolation == "inline" else TOOLS_TIME_FRAC * self.step_timeout_s,
             options=self.options,
         )
@@ -264,6 +266,7 @@ class EnvSpec(BaseModel):
         if self.compat == "slime":
             from envs.slime import adapt, install_stand_ins
 
+            # Before the import, which fails without them.
             install_stand_ins()
             return adapt(self._resolve_callable("entry_point", reference))
         found = self._resolve_callable("entry_point", reference)

@@ -161,6 +161,7 @@ class ToolEnv(Env):
         text = final_text
         if self._find_calls(final_text):
             text = outside_tool_calls(final_text, self.args.tool_format)
+            # "Answer:" in a turn that still calls a tool may announce what the tool will say.
             if extract_boxed(text) is None:
                 return self.args.reward(0.0)
         return self.args.reward(score_text(text, str(self.sample.label), self.args.grader))
@@ -220,6 +221,7 @@ class ToolEnv(Env):
             return _CallResult(self.explain(call, call.reason), call.kind)
         chosen = self._tool(call.name)
         if chosen is None:
+            # All tools follow in the text anyway, so only a near name is worth a sentence.
             hint = did_you_mean(call.name, self._tools)
             known = f" D{hint[1:]}" if hint.startswith("did") else ""
             return _CallResult(self.explain(call, f"Unknown tool.{known}"), "unknown_tool")
@@ -243,6 +245,7 @@ class ToolEnv(Env):
 
     async def _in_time(self, awaitable: Awaitable[Any]) -> Any:
         """Cancel an async tool in time for its error to be shown, before the whole step is over its limit."""
+        # With the other policies the limit of the whole step ends the episode in the right way.
         limit_s = self.args.tools_timeout_s if self.args.on_tool_fault == "observe" else None
         left_s = None if limit_s is None else max(0.0, self._step_began + limit_s - time.monotonic())
         limit = asyncio.timeout(left_s)
@@ -256,6 +259,7 @@ class ToolEnv(Env):
 
     def _run(self, coroutine: Awaitable[Any]) -> Any:
         """Run on this environment's own event loop, so that tools can keep connections between turns."""
+        # Made at the first async tool: most environments have none, and a loop holds file descriptors.
         runner = self._runner = self._runner or asyncio.Runner()
         try:
             return off_loop(runner.run, coroutine)

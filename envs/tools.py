@@ -141,6 +141,7 @@ class Tool:
         try:
             return self._validated(arguments)
         except ValidationError as error:
+            # Models of the XML format write every value as text, and others quote lists.
             decoded = dict(arguments)
             for problem in error.errors():
                 key = problem["loc"][0]
@@ -149,6 +150,7 @@ class Tool:
             try:
                 return self._validated(decoded)
             except ValidationError:
+                # Of the first try: the model wrote that text, and not what it was decoded to.
                 raise BadArgumentsError(self._explain(error)) from error
 
     def _validated(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,6 +190,7 @@ def _read_signature(
     name: str, function: Callable[..., Any]
 ) -> tuple[type[BaseModel], dict[str, Any], bool, type | None]:
     """Return the arguments' pydantic model, the schema, whether the function is async, and the class of its result."""
+    # Annotations are texts where a module imports them from __future__.
     hints = typing.get_type_hints(function, include_extras=True)
     parsed = docstring_parser.parse(inspect.getdoc(function) or "")
     described = {parameter.arg_name: parameter.description or "" for parameter in parsed.params}
@@ -201,6 +204,7 @@ def _read_signature(
         if parameter.name not in hints:
             raise TypeError(f"tool {name}: parameter '{parameter.name}' needs a type; write {parameter.name}: str")
         try:
+            # One by one, because an error of the whole schema names no parameter.
             TypeAdapter(hints[parameter.name]).json_schema()
         except PydanticUserError as error:
             rule = f"parameter '{parameter.name}' has a type that JSON cannot hold"
@@ -220,10 +224,12 @@ def _read_signature(
     arguments = create_model(name, __config__=config, **fields)
     description = " ".join(part for part in (parsed.short_description, parsed.long_description) if part)
     parameters_schema = _tidy(arguments.model_json_schema(by_alias=True))
+    # No model card shows it, and it costs tokens in every prompt.
     parameters_schema.pop("additionalProperties", None)
     parameters_schema.setdefault("properties", {})
     function_schema = {"name": name, "description": " ".join(description.split()), "parameters": parameters_schema}
     result = hints.get("return")
+    # Only a plain class promises a value: `str | None` and `Any` allow none.
     if not isinstance(result, type) or result in (type(None), object, Any):
         result = None
     schema = {"type": "function", "function": function_schema}
@@ -262,6 +268,7 @@ def fault_line(error: BaseException) -> str:
     >>> fault_line(ValueError("no digits\\nat line 3"))
     'ValueError: no digits at line 3'
     """
+    # Cut before it is split: an error may quote megabytes of the model's text.
     shown = "".join(traceback.format_exception_only(error))[: 10 * MAX_FAULT_CHARS]
     return shortened(" ".join(shown.split()), MAX_FAULT_CHARS)
 
@@ -311,6 +318,7 @@ def marked_methods(owner: type) -> Mapping[str, str]:
     A method that overrides a marked one is a tool too; ``price = None`` in a subclass removes the tool.
     """
     marked: dict[str, str] = {}
+    # From the oldest class on, so that tools keep their places where a subclass overrides them.
     for base in reversed(owner.__mro__):
         marked |= {name: value.__tool__ for name, value in vars(base).items() if hasattr(value, "__tool__")}
     return {method: name for method, name in marked.items() if callable(getattr(owner, method))}

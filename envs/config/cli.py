@@ -76,6 +76,7 @@ class _Parser(argparse.ArgumentParser):
         switches = {flag: action for action in self._actions if action.nargs == 0 for flag in action.option_strings}
         for word, following in zip_longest(self.argv, self.argv[1:], fillvalue=""):
             flag, equals, value = word.partition("=")
+            # A following word may also be an argument of the command, such as the id of an environment.
             if flag in switches and (equals or following.lower() in _BOOLEAN_WORDS):
                 fix = f"write {' or '.join(switches[flag].option_strings)} alone"
                 raise UserError(flag, "takes no value", value if equals else following, fix)
@@ -119,6 +120,7 @@ def parse(
     Raises:
         UserError: a flag, key or variable is unknown, or a value breaks a rule.
     """
+    # Help and errors then show the command as it was typed.
     if argv is None and sys.argv[0].startswith(PROGRAM):
         prog = sys.argv[0]
     words = sys.argv[1:] if argv is None else argv
@@ -144,12 +146,14 @@ def parse(
     }
     if not layers:
         return validate(model, settings)
+    # From the lowest layer to the highest; `|` keeps the right side.
     below = layers.read_files(model, known["config"] or ())
     if layers.foreign and known[_FOREIGN]:
         foreign, lines = layers.foreign.settings(os.environ)
         print(*lines, sep="\n", file=sys.stderr)
         below |= foreign
     settings = below | layers.read_variables(model, os.environ) | settings
+    # Read last, because any layer above may name the run folder, and lowest in rank.
     settings = layers.read_base(model, settings) | settings
     config = validate(model, settings)
     if known["print_config"]:
@@ -180,6 +184,7 @@ def _parser(
     model: type[BaseModel], prog: str, description: str, layers: Sources | None, shown: Collection[str]
 ) -> _Parser:
     """Return the parser of a command, whose help shows these settings, or all if there are none."""
+    # argparse would write all flags into the usage line, over a hundred.
     arguments = [flag_of(path[-1], field) for path, field in leaves(model) if field.is_required()]
     parser = _Parser(
         prog=prog,
@@ -233,9 +238,11 @@ def _add_section(
 def _add(group: argparse._ActionsContainer, flag: str, field: FieldInfo, is_shown: bool) -> None:
     text = help_of(field).replace("%", "%%") if is_shown else argparse.SUPPRESS
     if field.is_required():
+        # Not "+" or none: a missing argument is an error of `validate`, which names it and its description.
         nargs = "*" if is_tuple(field) else "?"
         group.add_argument(flag.lower(), metavar=flag, nargs=nargs, help=text)
     elif field.annotation in (bool, bool | None):
+        # No default of argparse: only a flag that was given overrides the layers below.
         group.add_argument(flag, action=_Switch, default=None, help=text)
     else:
         action = "append" if is_tuple(field) else _OneValue
@@ -261,6 +268,7 @@ def exit_code(main: Callable[[], int]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
+        # Any other module is missing in code of a user or of ours, whose traceback is wanted.
         if (package := (error.name or "").partition(".")[0]) not in TRAIN_PACKAGES:
             raise
         missing = UserError("installation", f"must have {package} for this", "none", "pip install 'trueturn[train]'")

@@ -97,6 +97,7 @@ def _settings(
 def _unknown(root: type[BaseModel], model: type[BaseModel], name: str, place: str, path: FieldPath) -> UserError:
     """Return the error for an unknown key: the section that it belongs to, or the most similar key."""
     section = ".".join(path)
+    # The same name under another section is the most likely mistake, as files of other trainers are flat.
     for own in (".".join(own[:-1]) for own, _ in leaves(root) if own[-1] == name):
         got = f"it under {section}" if section else "it outside of all sections"
         if own:
@@ -156,6 +157,7 @@ def _note(field: FieldInfo, value: Any, setting: Setting | None) -> str:
 def text_of(value: Any) -> str:
     """Return a value as YAML, on one line."""
     if value is None or isinstance(value, int):  # bool included
+        # JSON's null, true and numbers are YAML's.
         return json.dumps(value)
     if isinstance(value, float):  # 1.0e-06: YAML 1.1 reads 1e-06 as a text
         return re.sub(r"^(-?\d+)e", r"\1.0e", repr(value))
@@ -164,4 +166,5 @@ def text_of(value: Any) -> str:
     text = str(value)
     if PLAIN.fullmatch(text) and text.lower() not in OTHER_THAN_TEXT:
         return text
+    # In double quotes it stays on one line, whatever characters it holds.
     return yaml.safe_dump(text, default_style='"', width=float("inf"), allow_unicode=True).strip("\n")

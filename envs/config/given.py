@@ -31,4 +31,5 @@ def _place(found: Any) -> tuple[object, ...]:
     return (id(found),) if "<" in name else (module, name)
 
 
+# A function of a notebook named "keep" must not replace this module's.
 _OWN = frozenset(globals())

@@ -43,6 +43,7 @@ def metavar_of(annotation: Any) -> str:
         if len(choices) <= MAX_CHOICES_CHARS:
             return choices
         return "NAME"
+    # `int | None` and `tuple[Path, ...]` take an INT and a PATH.
     kinds = [kind for kind in get_args(annotation) if kind not in (NoneType, ...)]
     return {int: "INT", float: "FLOAT", Path: "PATH"}.get(kinds[0] if kinds else annotation, "TEXT")
 

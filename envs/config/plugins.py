@@ -65,6 +65,7 @@ class Plugin:
             ours = "".join(f"{own} or " for own in self.names)
             raise ValueError(f"must be {ours}module:NAME or file.py:NAME")
         if place.endswith(".py"):
+            # A recording or a resumed run may start in another folder.
             return f"{Path(place).absolute()}:{name}"
         return text
 
@@ -138,6 +139,7 @@ def is_reference(value: object) -> bool:
 def check_parameters(field: str, reference: str, found: Callable[..., Any], parameters: Sequence[str]) -> None:
     """Raise `UserError` if what a reference names cannot be called with these parameters."""
     try:
+        # By position: names of parameters are the author's.
         inspect.signature(found).bind(*parameters)
     except TypeError as error:
         rule = f"'{reference}' must take {', '.join(parameters) or 'no arguments'}"
@@ -170,6 +172,7 @@ def give(found: object) -> str:
     """
     module = getattr(found, "__module__", None)
     name = getattr(found, "__qualname__", "")
+    # Another process imports a module by its name, and has a `__main__` of its own.
     if module and module != "__main__" and getattr(sys.modules.get(module), name, None) is found:
         return f"{module}:{name}"
     return f"{given.__name__}:{given.keep(found)}"
@@ -192,6 +195,7 @@ def import_object(field: str, reference: str) -> object:
         raise
     except CODE_FAULTS as error:
         raise UserError(field, f"'{place}' must import", import_cause(error), _import_fix(error, place)) from error
+    # Not `getattr`: a module may define `__getattr__`, which runs code for any name.
     names = vars(module)
     if name in names:
         return names[name]
@@ -205,6 +209,7 @@ def import_object(field: str, reference: str) -> object:
 @contextlib.contextmanager
 def _not_by_itself(field: str, place: str) -> Iterator[None]:
     """Raise `UserError` if a module is used by its own import: a script would begin its run again in each worker."""
+    # Two threads may import one module at the same time: Python makes one wait.
     being_imported = place, threading.get_ident()
     if being_imported in _BEING_IMPORTED:
         fix = 'put what its file runs under `if __name__ == "__main__":`'
@@ -224,6 +229,7 @@ def _import_file(path: Path) -> ModuleType:
     changed = path.stat().st_mtime_ns
     if path in _FILES and _FILES[path][0] == changed:
         return _FILES[path][1]
+    # Two files named my.py in two folders are two modules.
     digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
     spec = importlib.util.spec_from_file_location(f"{path.stem}_{digest}", path)
     assert spec is not None and spec.loader is not None, f"{path} does not end in .py"
@@ -232,6 +238,7 @@ def _import_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # Half a module must not be found by the next import.
         del sys.modules[spec.name]
         raise
     _FILES[path] = changed, module
@@ -241,6 +248,7 @@ def _import_file(path: Path) -> ModuleType:
 def place_of(function: object) -> str:
     """Return where a function, or the class of a callable object, is defined: "my.py:12"; empty for code in C."""
     found: Any = function.func if isinstance(function, functools.partial) else function
+    # A decorator's own line would not help its user.
     found = inspect.unwrap(found)
     code = getattr(found if hasattr(found, "__code__") else type(found).__call__, "__code__", None)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
@@ -266,6 +274,7 @@ def _import_fix(error: BaseException, place: str) -> str:
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return "fix the module"
     module, _, attribute = place.rpartition(".")
+    # Python writes module.NAME where a reference has a colon.
     if place == error.name and f"'{module}' is not a package" in str(error):
         return f"write a colon before the name: {module}:{attribute}"
     if place == error.name or place.startswith(f"{error.name}."):

@@ -85,6 +85,7 @@ class Sources:
 
     def find(self, name: str) -> Path:
         """Return the file that `--config` names: a ready configuration, or a path."""
+        # A ready name wins over a file of that name in the working directory.
         known = {file.stem: file for file in sorted(self.ready.glob("*.yaml"))}
         file = known.get(name, Path(name))
         if not file.is_file():
@@ -103,6 +104,7 @@ class Sources:
         """Return the settings of the environment variables. Raises `UserError` for a variable that no field has."""
         fields = {PREFIX + path[-1].upper(): (path, field) for path, field in leaves(model)}
         others = {PREFIX + path[-1].upper() for path, _ in leaves(self.shared or model)}
+        # An exported variable of a command must not stop the commands that lack its setting.
         known = others | fields.keys() | {*self.secrets}
         settings: Settings = {}
         for name, text in sorted(environ.items()):
@@ -147,6 +149,7 @@ class Sources:
         if (setting := above.get(self.inherit)) and setting.value:
             file = Path(setting.value) / self.inherit_file
             found = self._of_run(model, file, setting) if file.is_file() else {}
+            # What the new run says itself is no inheritance, and is not judged as a stranger's.
             taken = {p: value for p, value in found.items() if is_under(p, self.inherited) and p not in above}
             return self._without_code(model, taken)
         return {}
@@ -165,6 +168,7 @@ class Sources:
         fields = dict(leaves(model))
         for path, setting in found.items():
             kind = fields[path].annotation
+            # One of our own words, such as grpo, names no code of a stranger.
             if setting.value and takes_references(kind) and setting.value not in words_of(kind):
                 flag = flag_of(path[-1], fields[path])
                 rule = "names code, which is not run because a recording says so"

@@ -28,6 +28,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
         """Return the mapping. Raises `yaml.constructor.ConstructorError` for a repeated key, or one that is a list."""
         seen: set[str] = set()
         for key, _ in node.value:
+            # A list or a mapping cannot be a key of a dict.
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a key must be one value", key.start_mark)
             if str(key.value) in seen:
@@ -40,6 +41,7 @@ def _num_values(node: yaml.Node, counts: dict[yaml.Node, float]) -> float:
     """Return how many values a node stands for, itself included; infinity where it is inside itself."""
     if isinstance(node, yaml.ScalarNode):
         return 1
+    # An alias is the same node again: counted once, added each time.
     if node not in counts:
         counts[node] = math.inf  # while its parts are counted
         parts = node.value

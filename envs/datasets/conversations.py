@@ -82,6 +82,7 @@ class ConversationRows:
         self._size = min(limit or len(source.rows), len(source.rows))
         prompt = options.system_prompt or options.default_system_prompt or None
         self._access = ImageAccess(source.root, options.allow_outside_images)
+        # Rows with a problem are read as reinforcement learning reads them, so both train on the same text.
         self._problems = RowSamples(source, options.keys, prompt, self._access, self._size)
 
     def __len__(self) -> int:
@@ -92,6 +93,7 @@ class ConversationRows:
         where = f"{self._source.name} row {index}"
         options = self._options
         tools = read_tools(row.get(options.tools_key), f"{where} {options.tools_key}") or options.default_tools
+        # In parquet, a file that mixes both kinds of rows has both columns in every row.
         if row.get(options.messages_key) is None:
             if options.keys.prompt not in row:
                 rule = f"must hold messages under '{options.messages_key}', or a problem under '{options.keys.prompt}'"
@@ -104,6 +106,7 @@ class ConversationRows:
     def _prompted(self, messages: Sequence[Message]) -> Sequence[Message]:
         if self._options.system_prompt:
             return add_system_prompt(messages, self._options.system_prompt)
+        # The environment's prompt is for rows that bring none: theirs was written for their answers.
         if self._options.default_system_prompt and messages[0]["role"] != "system":
             return add_system_prompt(messages, self._options.default_system_prompt)
         return messages

@@ -76,6 +76,7 @@ def read_messages(row: Mapping[str, Any], keys: DataKeys, where: str, access: Im
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
     """Return what a row holds under a key, a dot leading into a dict; None if it holds nothing there."""
+    # A column may itself have a dot in its name.
     if key in row or "." not in key:
         return row.get(key)
     column, _, rest = key.partition(".")
@@ -103,6 +104,7 @@ def _image_values(row: Mapping[str, Any], keys: DataKeys, where: str) -> list[An
 
 def _is_stored_image(value: object) -> bool:
     """Return whether a value is an image as the data sets of Hugging Face store it, or a list of them."""
+    # An empty list has no image that could be lost.
     values = value if isinstance(value, list) and value else [value]
     return all(isinstance(item, dict) and "bytes" in item and item.keys() <= {"bytes", "path"} for item in values)
 
@@ -119,6 +121,7 @@ def _parse_prompt(row: Mapping[str, Any], key: str, where: str) -> list[Message]
         fix = "give a text, or a list of {'role': ..., 'content': ...}"
         raise UserError(f"{where} {key}", "must be a text or a list of messages", prompt, fix)
     messages = [_parse_message(message, f"{where} {key}[{index}]") for index, message in enumerate(prompt)]
+    # Some chat templates raise without one, in the middle of a run.
     if all(message["role"] != "user" for message in messages):
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"{where} {key}", "must hold a user message", f"roles {roles}", "add one")
@@ -171,7 +174,9 @@ def _with_images(
         rule = f"must have as many {PLACEHOLDER} placeholders as images"
         got = f"{num_places} placeholders and {len(values)} images"
         raise UserError(where, rule, got, "fix the row, or remove every placeholder to put the images first")
+    # After the count: a wrong number of placeholders costs no decoding.
     images = iter([load_image(value, f"{field}[{index}]", access) for index, value in enumerate(values)])
+    # Data sets without placeholders show the image before the question.
     unplaced = [{"type": "image"}] * (len(values) - num_places)
     filled: list[Message] = []
     for message in messages:
@@ -193,6 +198,7 @@ def add_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[M
         return [{"role": "system", "content": system_prompt}, *messages]
     own = messages[0]["content"]
     if isinstance(own, str):
+        # Templates know one system message, at the start.
         content: str | list[dict[str, Any]] = f"{system_prompt}\n\n{own}"
     else:
         content = [{"type": "text", "text": f"{system_prompt}\n\n"}, *content_parts(messages[0])]

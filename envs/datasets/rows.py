@@ -31,6 +31,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _SOURCES_FIX = f"give a {', '.join(SUFFIXES)} file, a folder of them, or a Hugging Face id such as hiyouga/geometry3k"
 
 
+# Not `Sequence`: a data set of Hugging Face has a length and an index, and neither `count` nor `index`.
 class Rows(Protocol):
     """Rows in order; each read returns a dict of plain Python values."""
 
@@ -136,6 +137,7 @@ def check_is_a_source(source: str) -> None:
     if not source.strip():
         raise UserError("data source", "must not be empty", source, _SOURCES_FIX)
     path = Path(source)
+    # A name such as geo3k/train.jsonl has the form of an id, and is a file that is missing.
     is_id = bool(_HUB_ID.fullmatch(source)) and path.suffix not in SUFFIXES
     if not (is_id or path.is_file() or path.is_dir() or source.startswith(f"{given.__name__}:")):
         raise UserError(source, "no such file, folder or Hugging Face id", source, _SOURCES_FIX)
@@ -164,6 +166,7 @@ def open_rows(source: str, split: str) -> RowSource:
 
 def _plain_rows(rows: Any) -> Rows:
     """Return the rows that Python code gave: a list of dicts, or a data set. Raises `UserError` if they are none."""
+    # Who gives such an object has imported the library, which takes a second to import.
     if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):
         return _arrow_rows(rows, "data")
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, str | bytes | Mapping):
@@ -178,9 +181,11 @@ def _plain_rows(rows: Any) -> Rows:
 def _open_folder(folder: Path, split: str) -> RowSource:
     name = folder.resolve().name
     stem = f"{name}-{split}"
+    # The two files that `save_to_disk` writes for several splits and for one.
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return RowSource(_load_saved(folder, split, name), name, stem, folder)
     files = _files_of(folder, split)
+    # One of the two may be a conversion of the other: all of them together would hold each row twice.
     if len({file.suffix for file in files}) > 1:
         names = ", ".join(file.name for file in files)
         raise UserError(str(folder), f"must hold the split '{split}' in one format", names, "give one of the files")
@@ -234,6 +239,7 @@ def _read_parquet(files: Sequence[Path], name: str) -> Rows:
 
 def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = []
+    # Not `splitlines`, which also splits at characters such as U+2028, legal inside of a JSON text.
     for number, line in enumerate(_read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
@@ -272,6 +278,7 @@ def _read_json(file: Path) -> list[Mapping[str, Any]]:
 
 def _read_text(file: Path) -> str:
     try:
+        # Windows begins UTF-8 with a mark, which would be a part of the first key.
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         got = f"{error.reason} at byte {error.start}"
@@ -316,6 +323,7 @@ def _load_hugging_face(name: str, split: str) -> datasets.Dataset:
     except Exception as error:
         fix = "check the name, the split and the network, or give a local file"
         raise UserError(name, f"must load with the split '{split}'", first_line(error), fix) from error
+    # Without `split` it would be a dict of data sets, and with streaming a data set without a length.
     assert isinstance(loaded, datasets.Dataset), f"split='{split}' gave {type(loaded).__name__}, not one data set"
     return loaded
 

@@ -42,12 +42,14 @@ class RowSamples:
         self._size = size
         self._system_prompt = system_prompt
         self._access = access
+        # The episodes of a group read the same sample one after the other.
         self._cached_sample = lru_cache(_KEPT_DECODED)(self._read)
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> Sample:
+        # `range` takes negative indices and raises IndexError, as a list does.
         return self._cached_sample(range(self._size)[index])
 
     def _read(self, index: int) -> Sample:
@@ -73,6 +75,7 @@ class RowSamples:
             rule = f"must hold the images key '{key}' in some row"
             got = f"keys {', '.join(rows[0])}"
             raise UserError(self._source.name, rule, got, column_fix("--image-keys", key, rows[0]))
+        # Pillow releases the interpreter while it decodes.
         with ThreadPoolExecutor() as pool:
             for start in range(0, self._size, _CHECKED_AT_ONCE):
                 stop = min(start + _CHECKED_AT_ONCE, self._size)
@@ -204,6 +207,7 @@ def unboxed(label: str) -> str:
     ('\\frac{1}{2}', 'Answer: \\boxed{5}')
     """
     inner = extract_boxed(label)
+    # Spaces in the box say nothing; a text around it would.
     if inner and "".join(label.split()) == f"\\boxed{{{''.join(inner.split())}}}":
         return inner
     return label
@@ -216,6 +220,7 @@ def _metadata(row: Mapping[str, Any], keys: DataKeys, where: str) -> dict[str, A
     own = row.get("metadata")
     if isinstance(own, dict):
         found |= own
+    # slime keeps them in the metadata, others in a column of their own.
     tools = row.get("tools") or found.get("tools")
     # A list of names is no list of schemas, and stays what it is.
     is_json = isinstance(tools, str) and tools.lstrip().startswith("[")

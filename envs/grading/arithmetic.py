@@ -155,6 +155,7 @@ class _Evaluator:
             bits = 0
             if isinstance(base, Fraction):
                 bits = (base.numerator.bit_length() + base.denominator.bit_length()) * abs(int(exponent))
+            # Larger powers would take seconds and megabytes.
             if abs(exponent) <= 512 and bits <= 4096:
                 return base ** int(exponent)
             return self._fail()
@@ -212,8 +213,10 @@ class _Evaluator:
         """Read the argument of a command or `^`: a bracketed value, or one number."""
         if self._peek() in ("{", "("):
             return self._bracketed()
+        # `2^-3` is read, although LaTeX would raise the minus alone.
         sign = -1 if signed and self._take("-") else 1
         token = self._peek()
+        # `\frac12` is a half, but `2^3^2` has no agreed meaning.
         if not token.isdecimal() or self.tokens[self.index + 1] == "^":
             return self._fail()
         self.index += 1

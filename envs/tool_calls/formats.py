@@ -98,6 +98,7 @@ def detect_format(chat_template: str) -> ToolFormat:
     >>> detect_format("Write <tool_call><function=NAME>...</function></tool_call>.")
     'qwen_xml'
     """
+    # Templates of both formats hold <tool_call>; only the XML format names a function in a tag.
     if FUNCTION in chat_template:
         return "qwen_xml"
     return "hermes"
