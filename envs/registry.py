@@ -12,14 +12,14 @@ An entry names Python objects as "module:ATTRIBUTE". The `load` methods of `EnvS
 
 Entries come from four places: this package, installed packages (see `plugin_files`), the overlay files of a call, and
 Python code of this process (`register`).
-A later entry replaces an earlier one with the same id. A broken entry is an error only for whoever uses it.
+A later entry replaces an earlier one with the same id.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -44,39 +44,7 @@ logger = logging.getLogger(__name__)
 _REGISTERED: dict[str, EnvSpec] = {}
 
 
-class Registry(Mapping[str, EnvSpec]):
-    """Environments by id. Reading a broken entry raises its error; only the sound ones are counted and iterated over.
-
-    Example::
-
-        registry = load_registry(Path("mine.yaml"))
-        list(registry), list(registry.faults)       # ["geo3k", "calculator", ..., "mine"], ["misspelt"]
-        registry["misspelt"]                        # raises UserError: mine.yaml entry 'misspelt' ...
-    """
-
-    def __init__(self, entries: Mapping[str, EnvSpec | UserError]) -> None:
-        self._specs = {name: entry for name, entry in entries.items() if isinstance(entry, EnvSpec)}
-        #: The error of each broken entry.
-        self.faults = {name: entry for name, entry in entries.items() if isinstance(entry, UserError)}
-
-    def __getitem__(self, env_id: str) -> EnvSpec:
-        """Return an environment. Raises `UserError` if its entry is broken, and `KeyError` if there is none."""
-        if env_id in self.faults:
-            raise self.faults[env_id]
-        return self._specs[env_id]
-
-    def __contains__(self, env_id: object) -> bool:
-        """Return whether there is an entry of this id, sound or broken."""
-        return env_id in self._specs or env_id in self.faults
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
-
-
-def load_registry(*overlays: Path) -> Registry:
+def load_registry(*overlays: Path) -> dict[str, EnvSpec]:
     """Return all environments by id: packaged, installed, and from the overlay files.
 
     Example::
@@ -84,7 +52,7 @@ def load_registry(*overlays: Path) -> Registry:
         load_registry(Path("registry.yaml"))["my_env"].max_turns      # 3
 
     Raises:
-        UserError: a file is missing or not YAML.
+        UserError: a file is missing or not YAML, or has a broken entry.
     """
     entries = _read_file(PACKAGED)
     for name, file in plugin_files():
@@ -98,7 +66,7 @@ def load_registry(*overlays: Path) -> Registry:
     # In the order of the command line: a later file wins.
     for file in overlays:
         entries |= _read_file(file)
-    return Registry(entries | _REGISTERED)
+    return entries | _REGISTERED
 
 
 def register(spec: EnvSpec) -> None:
@@ -144,8 +112,8 @@ def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
     return registry[env_id]
 
 
-def _read_file(file: Path) -> dict[str, EnvSpec | UserError]:
-    """Return the entries of a file; of a broken one its error."""
+def _read_file(file: Path) -> dict[str, EnvSpec]:
+    """Return the entries of a file."""
     try:
         text = read_text(file, str(file))
     except (OSError, UnicodeDecodeError) as error:
@@ -159,14 +127,7 @@ def _read_file(file: Path) -> dict[str, EnvSpec | UserError]:
     if entries and not any(isinstance(entry, dict) for entry in entries.values()):  # such as a row of a data set
         name, value = next(iter(entries.items()))
         raise UserError(str(file), "must map environment ids to entries", f"{name}: {value}", "write my_env: {...}")
-    return {str(env_id): _spec_or_error(file, env_id, entry) for env_id, entry in entries.items()}
-
-
-def _spec_or_error(file: Path, env_id: object, entry: object) -> EnvSpec | UserError:
-    try:
-        return parse_entry(str(file), env_id, entry)
-    except UserError as error:
-        return error
+    return {str(env_id): parse_entry(str(file), env_id, entry) for env_id, entry in entries.items()}
 
 
 def parse_entry(source: str, env_id: object, entry: object) -> EnvSpec:
