@@ -57,7 +57,7 @@ class EnvKeywords(EnvironmentKeywords, total=False):
     dataset_options: Mapping[str, Any]
     options: Mapping[str, Any]
     tools: Literal["optional", "required"]
-    tool_calls: Literal["last", "first", "sequential", "parallel", "single"]
+    tool_calls: Literal["last", "sequential"]
     on_tool_fault: Literal["observe", "drop", "reward_min"]
     workers: Literal["local", "ray"]
     worker_resources: Mapping[str, float]
