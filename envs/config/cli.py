@@ -284,4 +284,5 @@ def exit_code(main: Callable[[], int]) -> int:
         return 130
     finally:
         # What was registered last runs first: it names the code that keeps the process, if a user's code at exit hangs.
-        atexit.register(faulthandler.dump_traceback_later, END_S, file=sys.__stderr__)
+        if sys.__stderr__:
+            atexit.register(faulthandler.dump_traceback_later, END_S, file=sys.__stderr__)
