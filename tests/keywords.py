@@ -19,6 +19,7 @@ import trueturn as tt
 from agents.recording.selection import SelectionConfig
 from agents.replay import ReplayConfig
 from agents.replaying.fork import ForkConfig
+from envs.config.plugins import Plugin
 from envs.config.settings import leaves
 from envs.spec import EnvSpec
 from tests.paths import ROOT
@@ -85,7 +86,7 @@ def written(annotation: Any) -> str:
     parts = get_args(annotation)
     origin = get_origin(annotation)
     if origin is Annotated:
-        return "Code" if any(hasattr(rule, "group") for rule in parts[1:]) else written(parts[0])
+        return "Code" if any(isinstance(rule, Plugin) for rule in parts[1:]) else written(parts[0])
     if origin is tuple:
         return f"{written(parts[0])} | Sequence[{written(parts[0])}]"
     if origin in (Union, UnionType):
