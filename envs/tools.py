@@ -14,7 +14,7 @@ from typing import Any, TypeVar, overload
 import docstring_parser
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError, create_model
-from pydantic_core import PydanticSerializationError, to_jsonable_python
+from pydantic_core import to_jsonable_python
 
 from envs.contract import MAX_IMAGE_PIXELS
 from envs.errors import UserError, did_you_mean, shortened
@@ -306,7 +306,7 @@ def _plain(value: Any) -> Any:
         return sorted(value)
     try:
         return value.tolist() if hasattr(value, "tolist") else to_jsonable_python(value)
-    except PydanticSerializationError as error:
+    except ValueError as error:  # of pydantic, or of bytes that are no text
         rule = "a tool must return text, numbers, images, or lists and dicts of text and numbers"
         raise TypeError(f"{rule}, got {type(value).__name__}") from error
 

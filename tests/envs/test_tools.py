@@ -280,7 +280,7 @@ def test_what_a_tool_returns_becomes_content(value: object, content: object) -> 
     assert to_content(value) == content
 
 
-@pytest.mark.parametrize("value", [object(), {"x": object()}, lambda: None])
+@pytest.mark.parametrize("value", [object(), {"x": object()}, b"\xff", lambda: None])
 def test_what_cannot_be_shown_is_the_authors_error(value: object) -> None:
     with pytest.raises(TypeError, match="a tool must return text, numbers, images"):
         to_content(value)
