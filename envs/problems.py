@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pydantic import Field
 
-from envs.config.plugins import import_cause
+from envs.checking.error_location import author_location
 from envs.config.settings import Section
 from envs.contract import plain
 from envs.datasets.prompts import DataKeys, add_system_prompt
@@ -99,7 +100,7 @@ class CheckedSamples:
         except UserError:
             raise
         except CODE_FAULTS as error:
-            raise self._error(f"sample {index} must be created", import_cause(error), "fix the data set") from error
+            raise self._error(f"sample {index} must be created", _cause(error), "fix the data set") from error
         if not isinstance(sample, Sample):
             raise self._error(f"sample {index} must be an envs.Sample", type(sample).__name__, "return Sample(...)")
         for name, holds, rule, fix in _FIELDS:
@@ -158,3 +159,10 @@ def read_sample(spec: EnvSpec, source: SampleSource, index: int) -> Sample:
         rule = f"must have more than {index} samples"
         raise UserError(f"environment '{spec.id}' data", rule, len(source), "ask for fewer, or give more")
     return source[index]
+
+
+def _cause(error: BaseException) -> str:
+    """Return an error in one line, with the line of the author's code that raised it, if any."""
+    # Not the last frame: it may lie in a library that the author called.
+    location = author_location((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+    return f"{type(error).__name__}: {error}{f' ({location})' if location else ''}"
