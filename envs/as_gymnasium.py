@@ -17,11 +17,10 @@ an installed package without an import (https://gymnasium.farama.org/gymnasium_r
 
 from __future__ import annotations
 
-import logging
 import re
 import string
 from collections import UserDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +29,18 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.error import InvalidAction, ResetNeeded
 
-from envs.contract import checked_messages
+from envs.contract import checked_messages, plain, plain_dict, shown
 from envs.datasets.prompts import add_system_prompt
 from envs.env import Env
 from envs.errors import UserError
 from envs.execution.load import load_env
 from envs.registry import get_spec, load_registry
 from envs.turn_rewards import EpisodeReward, reward_of_text
-from envs.types import Message, Sample, SampleSource, message_images, plain_text
+from envs.types import Message, SampleSource, message_images, plain_text
 
 NAMESPACE = "trueturn"
 MAX_CHARS = 1_000_000
 MAX_SAMPLED_CHARS = 64
-
-logger = logging.getLogger(__name__)
 
 
 class AnyText(spaces.Text):
@@ -62,11 +59,9 @@ class AnyText(spaces.Text):
         return isinstance(x, str) and len(x) <= self.max_length
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """Draw a text of at most 64 printable characters; `mask` and `probability` are those of `spaces.Text`."""
-        if mask is None and probability is None:
-            longest = min(MAX_SAMPLED_CHARS, self.max_length)
-            mask = (int(self.np_random.integers(longest + 1)), None)
-        return super().sample(mask, probability)
+        """Draw a text of at most 64 printable characters; masks are ignored."""
+        longest = min(MAX_SAMPLED_CHARS, self.max_length)
+        return super().sample((int(self.np_random.integers(longest + 1)), None))
 
     def __repr__(self) -> str:
         return f"AnyText({self.max_length})"
@@ -96,14 +91,6 @@ class RGBImage(spaces.Space[np.ndarray]):
         """Draw a random image of 1 to 16 pixels per side; masks are ignored."""
         height, width = self.np_random.integers(1, 17, size=2)
         return self.np_random.integers(0, 256, size=(height, width, 3), dtype=np.uint8)
-
-    def to_jsonable(self, sample_n: Iterable[np.ndarray]) -> list[Any]:
-        """Return the images as nested lists."""
-        return [image.tolist() for image in sample_n]
-
-    def from_jsonable(self, sample_n: list[Any]) -> list[np.ndarray]:
-        """Return the images of `to_jsonable`."""
-        return [np.asarray(image, dtype=np.uint8) for image in sample_n]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RGBImage)
@@ -140,8 +127,6 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
     An exception of the environment passes through and ends the episode.
     """
 
-    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012 - as Gymnasium reads it
-
     def __init__(
         self,
         env_id: str,
@@ -152,7 +137,6 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         data_seed: int = 0,
         samples: SampleSource | None = None,
         max_turns: int | None = None,
-        render_mode: str | None = None,
     ) -> None:
         """Find the entry `env_id` (also in the overlay files `registry`) and load its code and data set.
 
@@ -163,27 +147,21 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         """
         if max_turns is not None and max_turns < 1:
             raise UserError("max_turns", "must be at least 1", max_turns, "leave it out for the registry's limit")
-        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
-            raise UserError("render_mode", "must be 'ansi' or None", render_mode, "give 'ansi', the episode as text")
-        spec = get_spec(env_id, *_paths(registry))
+        overlays = [registry] if isinstance(registry, str | Path) else registry
+        spec = get_spec(env_id, *map(Path, overlays))
         self._build = load_env(spec)
         self._args = spec.args(max_turns)
-        if samples is None:
-            self._samples = spec.load_dataset(split, size, data_seed)
-        else:
-            self._samples = samples
+        self._samples = spec.load_dataset(split, size, data_seed) if samples is None else samples
         if not len(self._samples):
             raise UserError(f"environment '{env_id}' samples", "must not be empty", 0, "give at least one")
         self._system_prompt = spec.load_system_prompt()
         self.observation_space = spaces.Dict({"text": AnyText(), "images": spaces.Sequence(RGBImage())})
         self.action_space = AnyText()
-        self.render_mode = render_mode
         self._inner: Env | None = None
         self._playing = False
         self._turn = 0
         self._earned = EpisodeReward()
         self._sample_id = ""
-        self._transcript: list[str] = []
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -199,13 +177,13 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         self._sample_id = sample.id
         self._turn = 0
         self._earned = EpisodeReward()
-        self._transcript = []
         inner = self._inner = self._build(sample, self._args)
         observation, reset_info = inner.reset()
-        shown = self._show([*self._prompt(sample), *_messages(inner, observation)])
+        prompt = add_system_prompt(sample.prompt, self._system_prompt) if self._system_prompt else [*sample.prompt]
+        observed = self._show([*checked_messages(prompt), *_messages(inner, observation)])
         self._playing = True
-        info = {"sample_id": sample.id, "tools": _plain(inner.tools), "reset_info": UserDict(_plain(reset_info))}
-        return shown, info
+        info = {"sample_id": sample.id, "tools": plain(inner.tools), "reset_info": _plain_info(reset_info)}
+        return observed, info
 
     def step(self, action: str) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Take one turn; the action is the model's text.
@@ -219,9 +197,9 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
         if not isinstance(action, str):
             raise InvalidAction(f"an action is the model's text, got {type(action).__name__}")
         self._playing = False  # a fault ends the episode
-        self._transcript.append(f"[assistant]\n{action}")
+        # A text drawn from a space is a numpy text.
         observation, done, step_info = self._inner.step(str(action))
-        shown = self._show(_messages(self._inner, observation))
+        observed = self._show(_messages(self._inner, observation))
         self._turn += 1
         at_limit = self._turn >= self._args.max_turns
         reward = self._earned.add(step_info)
@@ -229,18 +207,13 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
             of_text = reward_of_text(self._inner, str(action))
             self._earned.total(of_text)  # raises where there is no reward at all
             reward += of_text or 0.0
+        # One turn is the whole task then, and no limit cut it short.
         terminated = bool(done) or self._args.max_turns == 1
         self._playing = not (done or at_limit)
-        info: dict[str, Any] = {"sample_id": self._sample_id, "step_info": UserDict(_plain(step_info))}
+        info: dict[str, Any] = {"sample_id": self._sample_id, "step_info": _plain_info(step_info)}
         if not self._playing:
             info["end"] = "completed" if done else "max_turns"
-        return shown, reward, terminated, at_limit and not terminated, info
-
-    def render(self) -> str | None:  # type: ignore[override]
-        """Return the episode so far as text; None without ``render_mode="ansi"``."""
-        if self.render_mode == "ansi":
-            return "\n\n".join(self._transcript)
-        return None
+        return observed, reward, terminated, at_limit and not terminated, info
 
     def close(self) -> None:
         """Close the episode's environment; may be called twice."""
@@ -252,28 +225,15 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
 
     def _index(self, options: Mapping[str, Any]) -> int:
         """Return the index of the sample. Raises ValueError, which `AsyncVectorEnv` can send from another process."""
-        if unknown := [key for key in options if key != "index"]:
-            raise ValueError(f"reset options: must be {{'index': number of a sample}}, got {unknown[0]!r}")
         size = len(self._samples)
-        if "index" in options:
-            index = options["index"]
-        else:
-            index = self.np_random.integers(size)
-        if isinstance(index, bool) or not isinstance(index, int | np.integer) or not 0 <= index < size:
-            raise ValueError(f"reset options index: must be a number from 0 to {size - 1}, got {index!r}")
+        index = self.np_random.integers(size) if not options else options.get("index")
+        if len(options) > 1 or not isinstance(index, int | np.integer) or not 0 <= index < size:
+            raise ValueError(f"reset options: must be {{'index': a number from 0 to {size - 1}}}, got {options!r:.200}")
         return int(index)
 
-    def _prompt(self, sample: Sample) -> tuple[Message, ...]:
-        if self._system_prompt:
-            prompt = add_system_prompt(sample.prompt, self._system_prompt)
-        else:
-            prompt = sample.prompt
-        return checked_messages(list(prompt))
-
     def _show(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """Add the messages to the transcript and return their observation, with copies of the images."""
+        """Return the observation of messages, with copies of the images."""
         text = "\n\n".join(f"[{message['role']}]\n{plain_text(message)}" for message in messages)
-        self._transcript += [text] if text else []
         return {"text": text, "images": tuple(np.array(image.convert("RGB")) for image in message_images(messages))}
 
 
@@ -281,36 +241,26 @@ def register_all(*overlays: Path) -> list[str]:
     """Register every environment of the registry that has a built-in data set; return the Gymnasium ids.
 
     ``geo3k`` becomes ``trueturn/geo3k-v0``. Characters that Gymnasium forbids (all but letters, digits, "_", "." and
-    "-") become "_"; if two ids become equal, the first is kept. A repeated call, also with other overlays, replaces
-    earlier entries of the same id.
+    "-") become "_". A repeated call, also with other overlays, replaces earlier entries of the same id.
 
     Raises:
         UserError: a registry file is wrong (see `load_registry`).
     """
     files = [str(Path(overlay).resolve()) for overlay in overlays]
-    origin: dict[str, str] = {}
+    registered: list[str] = []
     for env_id, spec in load_registry(*map(Path, files)).items():
-        name = f"{NAMESPACE}/{re.sub(r'[^A-Za-z0-9_.-]', '_', env_id)}-v0"
         if spec.dataset is None:
             continue
-        if name in origin:
-            logger.warning("left out '%s': '%s' is %s already", env_id, origin[name], name)
-            continue
-        origin[name] = env_id
+        name = f"{NAMESPACE}/{re.sub(r'[^A-Za-z0-9_.-]', '_', env_id)}-v0"
         gymnasium.registry.pop(name, None)  # avoids Gymnasium's warning about a replaced id
         gymnasium.register(
             id=name,
             entry_point=f"{__name__}:{TrueTurnEnv.__name__}",
             max_episode_steps=spec.max_turns,
-            kwargs={"env_id": env_id, "registry": files} if files else {"env_id": env_id},
+            kwargs={"env_id": env_id, "registry": files},
         )
-    return list(origin)
-
-
-def _paths(registry: str | Path | Sequence[str | Path]) -> list[Path]:
-    if isinstance(registry, str | Path):
-        return [Path(registry)]
-    return [Path(file) for file in registry]
+        registered.append(name)
+    return registered
 
 
 def _messages(env: Env, observation: dict[str, Any]) -> tuple[Message, ...]:
@@ -319,17 +269,9 @@ def _messages(env: Env, observation: dict[str, Any]) -> tuple[Message, ...]:
     return ()
 
 
-def _plain(value: object) -> Any:
-    """Return a copy in plain types, which can be compared and pickled; other objects become their type's name."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    return f"<{type(value).__name__}>"
+def _plain_info(info: Mapping[str, Any]) -> UserDict[str, Any]:
+    """Return a copy whose values can be compared, which Gymnasium's checker does and arrays refuse."""
+    return UserDict(plain_dict(info, lambda known: known.tolist() if hasattr(known, "tolist") else shown(known)))
 
 
 register_all()

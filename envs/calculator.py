@@ -61,6 +61,7 @@ def _value(node: ast.AST) -> float:
         case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
             first = _value(left)
             second = _value(right)
+            # Python would compute 9**9**9 for minutes before the result could be judged.
             is_power = isinstance(op, ast.Pow) and abs(first) > 1
             if is_power and abs(second) * math.log10(abs(first)) > MAX_DIGITS:
                 raise ValueError("the number is too large")

@@ -109,6 +109,7 @@ def checked_number(value: object, rule: str) -> float:
     `rule` begins the message of the fault: "reward must be".
     """
     if isinstance(value, bool) or not isinstance(value, Real):
+        # Such as a tensor or a Decimal, whose author means a number.
         if hasattr(value, "__float__"):
             fix = "; write float(...)"
         else:
@@ -144,7 +145,7 @@ def _part(part: object) -> dict[str, Any]:
         if part.get("type") == "text" and isinstance(part.get("text"), str):
             return plain(part)
         if part.get("type") == "image":
-            image = load_image(part.get("image"), "observation image", None, max_pixels=MAX_IMAGE_PIXELS)
+            image = load_image(part.get("image"), "observation image", max_pixels=MAX_IMAGE_PIXELS)
             return {**plain_dict({name: each for name, each in part.items() if name != "image"}), "image": image}
     raise EnvFault(
         f'a part must be {{"type": "text", "text": str}} or {{"type": "image", "image": image}}, got {part!r:.200}'
@@ -221,6 +222,7 @@ def shown(value: Any) -> str:
 
 
 def _plain(value: Any, depth: int, counter: Iterator[int], copy_known: Callable[[Any], Any]) -> Any:
+    # One counter for the whole value: nested lists share its budget.
     if next(counter, None) is None:
         raise _TooManyValues
     kind = type(value)
@@ -248,6 +250,7 @@ def _is_known(value: Any) -> bool:
     package = type(value).__module__.partition(".")[0]
     if package in _ARRAYS:
         return hasattr(value, "dtype") and not getattr(value.dtype, "hasobject", False)
+    # A time of datetime may hold a time zone of the author's own class.
     zone = getattr(value, "tzinfo", None)
     return package in _KNOWN and (zone is None or _is_known(zone))
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from envs.tool_calls import ToolFormat
 from envs.types import Message
 
-#: Which calls of a turn run: the last, the first, all in order, all at once, or one (more than one is an error).
-CallPolicy = Literal["last", "first", "sequential", "parallel", "single"]
+#: Which calls of a turn run: the last alone, or all in order.
+CallPolicy = Literal["last", "sequential"]
 #: What a fault that the model's own action caused is worth: the model reads the error and the episode goes on, the
 #: episode is dropped, or it ends with the lowest reward.
 ToolFaultPolicy = Literal["observe", "drop", "reward_min"]
@@ -93,6 +93,7 @@ class Env(ABC):
         if not {"obs_str", "multi_modal_data"} & observation.keys():
             rule = "an observation must hold obs_str or multi_modal_data, or format_observation be defined"
             raise ValueError(f"{rule}, got the keys {', '.join(map(str, observation))}")
+        # An author who writes "image" beside the text would train a model that never sees it.
         if "multi_modal_data" not in observation and (lost := {"image", "images"} & observation.keys()):
             raise ValueError(f'images must stand in multi_modal_data, got {lost.pop()!r}; write {{"image": [image]}}')
         groups = observation.get("multi_modal_data") or {}

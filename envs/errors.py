@@ -50,6 +50,7 @@ def quoted(value: object, scalar: Callable[[object], str] = repr) -> str:
     Raises nothing: an integer of over 4,300 digits has no text, and a stranger's class may raise.
     """
     try:
+        # `reprlib` would put quotes around a text and cut a path in its middle.
         if isinstance(value, int | float | str | PurePath):
             text = scalar(value)
         else:
@@ -88,6 +89,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("geo3", ["geo3k", "calculator"])
     "did you mean 'geo3k'?"
     """
+    # difflib would find any two flags near for their dashes.
     bare = {word.lstrip("-"): word for word in sorted(known)}
     near = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
     if near:

@@ -10,10 +10,9 @@ One line in a registry file is enough if the actions are `Discrete` or `Text`::
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import gymnasium
 import numpy as np
@@ -26,9 +25,6 @@ from envs.tool_calls import ToolCallError
 from envs.tool_env import ToolEnv
 from envs.tools import ToolError, to_content
 from envs.types import Content, MadeSamples, Sample, plain_text
-
-if TYPE_CHECKING:
-    import gymnasium
 
 SPLITS = ("demonstrations", "train", "heldout")
 MAX_SHOWN_CHARS = 100
@@ -62,20 +58,16 @@ class GymnasiumOptions(BaseModel):
         Raises:
             UserError: a key is unknown, a value is wrong, or there is no id.
         """
-        if unknown := [key for key in options if key not in cls.model_fields]:
-            fix = did_you_mean(str(unknown[0]), cls.model_fields)
-            raise UserError("gymnasium options", "must have known keys only", unknown[0], fix)
         try:
             return cls.model_validate(dict(options))
         except ValidationError as error:
             first = error.errors()[0]
-            if first["type"] == "missing":
-                got = "nothing"
-            else:
-                got = first["input"]
-            raise UserError(
-                f"gymnasium options {first['loc'][0]}", first["msg"].lower(), got, "fix the value"
-            ) from error
+            key = str(first["loc"][0])
+            if first["type"] == "extra_forbidden":
+                fix = did_you_mean(key, cls.model_fields)
+                raise UserError("gymnasium options", "must have known keys only", key, fix) from error
+            got = "nothing" if first["type"] == "missing" else first["input"]
+            raise UserError(f"gymnasium options {key}", first["msg"].lower(), got, "fix the value") from error
 
     def make(self) -> gymnasium.Env[Any, Any]:
         """Create the environment; it renders as text if its observations are not text and it supports that.
@@ -85,6 +77,7 @@ class GymnasiumOptions(BaseModel):
         """
         try:
             env = gymnasium.make(self.id, disable_env_checker=True, **self.kwargs)
+            # Without a rendering the model would read Discrete states as bare numbers.
             is_text = isinstance(env.observation_space, gymnasium.spaces.Text)
             if not is_text and "render_mode" not in self.kwargs and "ansi" in env.metadata.get("render_modes", ()):
                 env.close()
@@ -93,9 +86,8 @@ class GymnasiumOptions(BaseModel):
             fix = "check id and kwargs, and install what it needs"
             if ":" not in self.id:
                 fix += f"; MODULE:{self.id} imports the module that registers it"
-            raise UserError(
-                "gymnasium", f"'{self.id}' must be created", f"{type(error).__name__}: {error}", fix
-            ) from error
+            got = f"{type(error).__name__}: {error}"
+            raise UserError("gymnasium", f"'{self.id}' must be created", got, fix) from error
         try:
             self._check_actions(env.action_space)
         except UserError:
@@ -104,43 +96,27 @@ class GymnasiumOptions(BaseModel):
         return env
 
     def _check_actions(self, space: Any) -> None:
-        spaces = gymnasium.spaces
-        if not isinstance(space, spaces.Discrete | spaces.Text):
+        if not isinstance(space, gymnasium.spaces.Discrete | gymnasium.spaces.Text):
             rule = f"'{self.id}' must have Discrete or Text actions"
             raise UserError("gymnasium", rule, str(space), "wrap it in an environment that has, and register that one")
-        if isinstance(space, spaces.Discrete):
-            num_actions = int(space.n)
-        else:
-            num_actions = 0
-        if self.actions and len(self.actions) != num_actions:
-            rule = f"must name each of the {num_actions} actions of '{self.id}'"
+        num_actions = int(space.n) if isinstance(space, gymnasium.spaces.Discrete) else 0
+        if self.actions and (len(self.actions) != num_actions or len(set(self.actions)) < num_actions):
+            rule = f"must name each of the {num_actions} actions of '{self.id}' once"
             raise UserError("gymnasium options actions", rule, list(self.actions), "fix the list, or omit it")
-        if len(set(self.actions)) < len(self.actions):
-            raise UserError("gymnasium options actions", "must differ", list(self.actions), "fix the list")
 
     def instructions(self, env: gymnasium.Env[Any, Any]) -> str:
         """Return the prompt: the given one, or how to read the state and act."""
         if self.prompt:
             return self.prompt
-        space: Any = env.action_space
-        if env.render_mode == "ansi":
-            colours = " What is coloured stands in brackets, as in [red:S]."
-        else:
-            colours = ""
         name = self.id.rpartition(":")[2]  # without the module that registers it
-        if self.description:
-            about = f"{self.description.strip()} "
-        else:
-            about = ""
-        start = f"You are playing {name}. {about}Every message shows you its state.{colours}"
+        about = f"You are playing {name}. {self.description}".strip()
+        start = f"{about} Every message shows you its state."
+        if env.render_mode == "ansi":
+            start += " What is coloured stands in brackets, as in [red:S]."
+        space: Any = env.action_space
         if isinstance(space, gymnasium.spaces.Text):
             return f"{start} Answer with your next action and nothing else."
-        first = int(space.start)
-        last = int(space.start + space.n - 1)
-        if self.actions:
-            actions = ", ".join(self.actions)
-        else:
-            actions = f"the numbers from {first} to {last}"
+        actions = ", ".join(self.actions) or f"the numbers from {space.start} to {space.start + space.n - 1}"
         return f"{start} Act with calls of the tool act. The actions are {actions}."
 
 
@@ -197,8 +173,7 @@ class FromGymnasium(ToolEnv):
 
     The model sees the rendering with `kwargs: {render_mode: rgb_array}` or if there is an `ansi` one, else the
     observation: text unchanged, uint8 arrays of shape (height, width, 3) as images, everything else as JSON. A
-    rendering does not show the texts of an observation, such as the mission of MiniGrid: they come before it, each in
-    the first observation and whenever it changes.
+    rendering does not show the texts of an observation, such as the mission of MiniGrid: they come before it.
 
     A step's info holds `tool_calls`, "reward" (of this turn), "terminated" and "truncated" (by the environment's own
     time limit); the last two end the episode. If the entry names a key of Gymnasium's own info as its `success`, it
@@ -206,15 +181,9 @@ class FromGymnasium(ToolEnv):
     """
 
     def __init__(self, sample: Sample, args: EnvArgs) -> None:
-        # Actions depend on each other, so the calls of a turn never run in parallel.
-        if args.tool_calls == "parallel":
-            in_order = "sequential"
-        else:
-            in_order = args.tool_calls
-        super().__init__(sample, replace(args, tool_calls=in_order))
+        super().__init__(sample, args)
         self.options = GymnasiumOptions.read(args.options)
         self.inner = self.options.make()
-        self._shown_texts: Mapping[str, str] = {}
         self._takes_text = isinstance(self.inner.action_space, gymnasium.spaces.Text)
         if not self._takes_text:
             self._offer_actions(self.inner.action_space)
@@ -234,7 +203,6 @@ class FromGymnasium(ToolEnv):
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Start the environment with the sample's seed; the observation shows its first state."""
         super().reset()
-        self._shown_texts = {}
         # Samples of other data sets have no seed; derive one from the id, so that a sample always starts alike.
         seed = self.sample.metadata.get("seed", _episode_seed(self.sample.id, SPLITS[0]))
         observation, _ = self.inner.reset(seed=seed)
@@ -279,6 +247,7 @@ class FromGymnasium(ToolEnv):
             raise ToolError(f"No action was taken: {error}", "illegal_action") from error
         self.done = bool(terminated or truncated)
         self.info |= {
+            # Several calls may stand in one turn. A score of 0 must add nothing, whatever the entry's scale.
             "reward": self.info.get("reward", 0.0) + self.args.reward(float(reward)) - self.args.reward(0.0),
             "terminated": bool(terminated),
             "truncated": bool(truncated),
@@ -292,15 +261,11 @@ class FromGymnasium(ToolEnv):
         """Return the visible state: text, an image, both, or a value for JSON."""
         if self.inner.render_mode not in ("ansi", "rgb_array"):
             return _visible(observation)
-        texts = dict(_texts(observation))
-        new = "".join(f"{name}{text}\n" for name, text in texts.items() if self._shown_texts.get(name) != text)
-        self._shown_texts = texts
         rendering = _visible(self.inner.render())
-        if not new:
-            return rendering
+        texts = _texts(observation)
         if isinstance(rendering, str):
-            return new + rendering
-        return [new, rendering]
+            return texts + rendering
+        return [texts, rendering] if texts else rendering
 
 
 def _visible(state: Any) -> Any:
@@ -312,17 +277,13 @@ def _visible(state: Any) -> Any:
     return state
 
 
-def _texts(observation: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the texts of an observation, each with its name as the model reads it.
-
-    >>> dict(_texts({"mission": "get the key", "direction": 0, "hints": {"left": "a door"}}))
-    {'mission: ': 'get the key', 'hints left: ': 'a door'}
-    """
-    if isinstance(observation, str) and observation.strip():
-        yield name, observation.strip()
-    elif isinstance(observation, Mapping):
-        for key, value in observation.items():
-            yield from _texts(value, f"{name.removesuffix(': ')} {key}: ".lstrip())
+def _texts(observation: Any) -> str:
+    """Return the texts of an observation, each on its line under the name that it has in a dict."""
+    if isinstance(observation, str):
+        return f"{observation.strip()}\n"
+    if not isinstance(observation, Mapping):
+        return ""
+    return "".join(f"{name}: {text}\n" for name, text in observation.items() if isinstance(text, str))
 
 
 def name_colours(text: str) -> str:
@@ -337,6 +298,7 @@ def name_colours(text: str) -> str:
         nonlocal num_open
         numbers = [int(number) for number in code.group(1).split(";") if number]
         for number in numbers:
+            # Foreground and background colours of terminals; 1 is bold and 0 ends them all.
             if 30 <= number <= 38 or 40 <= number <= 48:
                 num_open += 1
                 return f"[{_COLOURS[number % 10]}:"
@@ -354,14 +316,9 @@ def _is_image(value: Any) -> bool:
 
 def _not_in(space: Any, action: str) -> str:
     """Return the error text for an action that the space does not contain."""
-    if strange := [char for char in action if char not in space.character_set]:
-        if len(space.characters) <= MAX_SHOWN_CHARS:
-            allowed = f" Write only characters of {space.characters!r}."
-        else:
-            allowed = ""
-        return f"No action was taken: {strange[0]!r} is not allowed.{allowed}"
     length = f"{space.min_length} to {space.max_length}"
-    return f"No action was taken: write {length} characters and nothing else, not {len(action)}."
+    allowed = f" of {space.characters!r}" if len(space.characters) <= MAX_SHOWN_CHARS else ""
+    return f"No action was taken: write {length} characters{allowed} and nothing else, not {action!r:.60}."
 
 
 def _observation(content: Content) -> dict[str, Any]:
@@ -371,4 +328,5 @@ def _observation(content: Content) -> dict[str, Any]:
 
 def _episode_seed(key: str, split: str) -> int:
     """Return a seed below 2**31 that no other split can have."""
+    # Seeds of splits differ modulo 3.
     return Random(key).randrange(2**29) * len(SPLITS) + SPLITS.index(split)

@@ -58,8 +58,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     if not console.is_terminal:
         console = Console(width=PIPED_WIDTH)
     console.print(list_table(registry))
-    for error in registry.faults.values():
-        console.print(f"broken: {error}", soft_wrap=True)
     return 0
 
 

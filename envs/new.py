@@ -50,6 +50,7 @@ def write_scaffold(name: str, folder: Path) -> tuple[list[Path], str | None]:
         raise UserError(
             "NAME", f"must not be in {folder / REGISTRY} already", name, "choose another, or remove the entry"
         )
+    # It may hold comments and an order of its own, which no YAML writer keeps.
     if (folder / REGISTRY).exists():
         entry = _filled(REGISTRY, name)
     else:
@@ -71,6 +72,7 @@ def _check_spelling(name: str) -> None:
 
 
 def _check_free(name: str) -> None:
+    # Of the prefix: pytest would collect the module itself.
     if name.startswith("test_") or importlib.util.find_spec(name) is not None:
         raise UserError("NAME", "must not hide another module", name, f"choose another, such as {name}_env")
     known = load_registry()

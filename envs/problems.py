@@ -32,9 +32,6 @@ class RowsConfig(Section):
     answer_key: str = Field(default="answer", description="column of the gold answer")
     image_keys: str = Field(default="images", description="column of the image or images")
     allow_outside_images: bool = Field(default=False, description="allow image paths outside the data file's folder")
-    allow_remote_images: bool = Field(
-        default=False, description="download images that are given as http or https URLs, from public addresses only"
-    )
 
     @property
     def keys(self) -> DataKeys:
@@ -48,7 +45,6 @@ class RowsConfig(Section):
             keys=self.keys,
             system_prompt=system_prompt,
             allow_outside_images=self.allow_outside_images,
-            allow_remote_images=self.allow_remote_images,
             limit=limit,
             split=split,
         )
@@ -123,6 +119,7 @@ class CheckedSamples:
 
     def __getitem__(self, index: int) -> Sample:
         """Return a sample. Raises `UserError` if the author's code raises or returns something else."""
+        # Code of an author may hang here as well as in an episode.
         with watched(f"sample {index} of environment '{self.env_id}'"):
             return self._checked(range(len(self))[index])
 
@@ -219,5 +216,6 @@ def read_sample(spec: EnvSpec, source: SampleSource, index: int) -> Sample:
 
 def _cause(error: BaseException) -> str:
     """Return an error in one line, with the line of the author's code that raised it, if any."""
+    # Not the last frame: it may lie in a library that the author called.
     location = author_location((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
     return f"{type(error).__name__}: {error}{f' ({location})' if location else ''}"

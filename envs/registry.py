@@ -12,7 +12,7 @@ An entry names Python objects as "module:ATTRIBUTE". The `load` methods of `EnvS
 
 Entries come from four places: this package, installed packages (see `plugin_files`), the overlay files of a call, and
 Python code of this process (`register`).
-A later entry replaces an earlier one with the same id. A broken entry is an error only for whoever uses it.
+A later entry replaces an earlier one with the same id.
 """
 
 from __future__ import annotations
@@ -45,39 +45,7 @@ logger = logging.getLogger(__name__)
 _REGISTERED: dict[str, EnvSpec] = {}
 
 
-class Registry(Mapping[str, EnvSpec]):
-    """Environments by id. Reading a broken entry raises its error; only the sound ones are counted and iterated over.
-
-    Example::
-
-        registry = load_registry(Path("mine.yaml"))
-        list(registry), list(registry.faults)       # ["geo3k", "calculator", ..., "mine"], ["misspelt"]
-        registry["misspelt"]                        # raises UserError: mine.yaml entry 'misspelt' ...
-    """
-
-    def __init__(self, entries: Mapping[str, EnvSpec | UserError]) -> None:
-        self._specs = {name: entry for name, entry in entries.items() if isinstance(entry, EnvSpec)}
-        #: The error of each broken entry.
-        self.faults = {name: entry for name, entry in entries.items() if isinstance(entry, UserError)}
-
-    def __getitem__(self, env_id: str) -> EnvSpec:
-        """Return an environment. Raises `UserError` if its entry is broken, and `KeyError` if there is none."""
-        if env_id in self.faults:
-            raise self.faults[env_id]
-        return self._specs[env_id]
-
-    def __contains__(self, env_id: object) -> bool:
-        """Return whether there is an entry of this id, sound or broken."""
-        return env_id in self._specs or env_id in self.faults
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
-
-
-def load_registry(*overlays: Path) -> Registry:
+def load_registry(*overlays: Path) -> dict[str, EnvSpec]:
     """Return all environments by id: packaged, installed, and from the overlay files.
 
     Example::
@@ -85,7 +53,7 @@ def load_registry(*overlays: Path) -> Registry:
         load_registry(Path("registry.yaml"))["my_env"].max_turns      # 3
 
     Raises:
-        UserError: a file is missing or not YAML.
+        UserError: a file is missing or not YAML, or has a broken entry.
     """
     entries = _read_file(PACKAGED)
     for name, file in plugin_files():
@@ -96,24 +64,20 @@ def load_registry(*overlays: Path) -> Registry:
             entries |= added
         except UserError as error:  # a broken installed package must not stop every command
             logger.warning("left out the environments of the installed package '%s': %s", name, error)
+    # In the order of the command line: a later file wins.
     for file in overlays:
         entries |= _read_file(file)
     return _with_mixtures(entries | _REGISTERED)
 
 
-def _with_mixtures(entries: Mapping[str, EnvSpec | MixtureEntry | UserError]) -> Registry:
-    """Return the registry of entries, once the environments of mixtures are looked up among all of them."""
-    registry = Registry({name: entry for name, entry in entries.items() if not isinstance(entry, MixtureEntry)})
-    mixtures: dict[str, EnvSpec | UserError] = {}
-    for name, entry in entries.items():
-        if isinstance(entry, MixtureEntry):
-            try:
-                mixtures[name] = mix(
-                    entry.shares, [known(registry, part) for part in entry.shares], name, entry.description
-                )
-            except UserError as error:
-                mixtures[name] = error
-    return Registry({**registry.faults, **registry, **mixtures})
+def _with_mixtures(entries: Mapping[str, EnvSpec | MixtureEntry]) -> dict[str, EnvSpec]:
+    """Return all entries, once the environments of mixtures are looked up among those of all files."""
+    specs = {name: entry for name, entry in entries.items() if isinstance(entry, EnvSpec)}
+    mixed = {name: entry for name, entry in entries.items() if isinstance(entry, MixtureEntry)}
+    return specs | {
+        name: mix(entry.shares, [known(specs, part) for part in entry.shares], name, entry.description)
+        for name, entry in mixed.items()
+    }
 
 
 def register(spec: EnvSpec) -> None:
@@ -135,10 +99,7 @@ def plugin_files() -> Iterator[tuple[str, Path]]:
             found = importlib.util.find_spec(point.value)
         except Exception:  # this imports the parent packages, which may raise anything
             found = None
-        if found:
-            folders = list(found.submodule_search_locations or ())
-        else:
-            folders = []
+        folders = list(found.submodule_search_locations or ()) if found else []
         if folders:
             yield point.name, Path(folders[0]) / "registry.yaml"
         else:
@@ -156,7 +117,7 @@ def get_spec(env_id: str, *overlays: Path) -> EnvSpec:
     return known(load_registry(*overlays), env_id, *overlays)
 
 
-def known(registry: Registry, env_id: str, *overlays: Path) -> EnvSpec:
+def known(registry: Mapping[str, EnvSpec], env_id: str, *overlays: Path) -> EnvSpec:
     """Return the environment of that id. Raises `UserError` if there is none, or its entry is broken."""
     if env_id not in registry:
         rule = " or in ".join(["must be in the registry", *map(str, overlays)])
@@ -181,15 +142,12 @@ def get_mixture(env_ids: Sequence[str], *overlays: Path) -> EnvSpec:
     return mix(shares, parts)
 
 
-def _read_file(file: Path) -> dict[str, EnvSpec | MixtureEntry | UserError]:
-    """Return the entries of a file; of a broken one its error."""
+def _read_file(file: Path) -> dict[str, EnvSpec | MixtureEntry]:
+    """Return the entries of a file."""
     try:
         text = read_text(file, str(file))
     except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError):
-            got = error.strerror
-        else:
-            got = str(error)
+        got = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(str(file), "must be a readable registry file", got, "give an existing file") from error
     entries = load_yaml(text, str(file))
     if entries is None:
@@ -199,16 +157,13 @@ def _read_file(file: Path) -> dict[str, EnvSpec | MixtureEntry | UserError]:
     if entries and not any(isinstance(entry, dict) for entry in entries.values()):  # such as a row of a data set
         name, value = next(iter(entries.items()))
         raise UserError(str(file), "must map environment ids to entries", f"{name}: {value}", "write my_env: {...}")
-    return {str(env_id): _spec_or_error(file, env_id, entry) for env_id, entry in entries.items()}
+    return {str(env_id): _entry(file, env_id, entry) for env_id, entry in entries.items()}
 
 
-def _spec_or_error(file: Path, env_id: object, entry: object) -> EnvSpec | MixtureEntry | UserError:
-    try:
-        if isinstance(entry, dict) and "mixture" in entry:
-            return MixtureEntry.read(f"{file} entry '{env_id}'", str(env_id), entry)
-        return parse_entry(str(file), env_id, entry)
-    except UserError as error:
-        return error
+def _entry(file: Path, env_id: object, entry: object) -> EnvSpec | MixtureEntry:
+    if isinstance(entry, dict) and "mixture" in entry:
+        return MixtureEntry.read(f"{file} entry '{env_id}'", str(env_id), entry)
+    return parse_entry(str(file), env_id, entry)
 
 
 def parse_entry(source: str, env_id: object, entry: object) -> EnvSpec:
@@ -216,6 +171,7 @@ def parse_entry(source: str, env_id: object, entry: object) -> EnvSpec:
     where = f"{source} entry '{env_id}'"
     if not isinstance(env_id, str):
         raise UserError(where, "must have a text as its id", type(env_id).__name__, f'write "{env_id}": in quotes')
+    # `origin` and `parts` are ours, and the id stands before the entry.
     keys = sorted(set(EnvSpec.model_fields) - {"id", "origin", "parts"} | {"gymnasium"})
     if not isinstance(entry, dict):
         raise UserError(where, "must be a mapping", type(entry).__name__, f"give the keys {', '.join(keys)}")
@@ -237,12 +193,10 @@ def parse_entry(source: str, env_id: object, entry: object) -> EnvSpec:
         if first["type"] == "string_pattern_mismatch":
             raise UserError(field, "must name something in a module", got, REFERENCE_FIX) from error
         kind = EnvSpec.model_fields[name].annotation
+        # pydantic would list one error for each kind of the union.
         if words := words_of(kind):
             rule = f"must be one of {', '.join(words)}{', or module:NAME' * takes_references(kind)}"
             raise UserError(field, rule, got, did_you_mean(str(got), words)) from error
         rule = first["msg"].replace("Input should be", "must be").replace("a valid tuple", "a list")
-        if isinstance(got, str):
-            shown = f"the text '{got}'"
-        else:
-            shown = got
+        shown = f"the text '{got}'" if isinstance(got, str) else got
         raise UserError(field, rule[:1].lower() + rule[1:], shown, "fix the value") from error

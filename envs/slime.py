@@ -93,7 +93,9 @@ def adapt(build: Callable[..., Any]) -> Callable[..., SlimeEnv]:
     """Wrap a slime module's `build_env`; its `args` get `max_turns` and the entry's options as attributes."""
 
     def build_env(sample: types.Sample, args: EnvArgs) -> SlimeEnv:
+        # Their environments write into the sample, which is ours and frozen.
         theirs = SlimeSample([*sample.prompt], sample.label, dict(sample.metadata))
+        # slime reads its arguments with getattr, as those of argparse.
         names = SimpleNamespace(**{"max_turns": args.max_turns, **args.options})
         module = sys.modules[build.__module__]
         return SlimeEnv(build(sample=theirs, args=names), sample, args, getattr(module, "format_observation", show))

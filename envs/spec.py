@@ -24,7 +24,7 @@ from envs.types import Sample, SampleSource
 
 #: The environment's own reward among reward functions, in settings and recordings.
 ENV_REWARD = "answer"
-REWARD = WeightedPlugin("a reward function", "trueturn.rewards", ("trajectory",), names=(ENV_REWARD,))
+REWARD = WeightedPlugin("a reward function", ("trajectory",), names=(ENV_REWARD,))
 
 REFERENCE_FIX = "write module:ATTRIBUTE, such as my_env:build_env"
 
@@ -211,6 +211,7 @@ class EnvSpec(BaseModel):
         """
         low = self.reward_min_val
         high = self.reward_max_val
+        # A game counts its points: the default 0 and 1 are then nobody's declaration.
         if self.success is not None and "reward_min_val" not in self.model_fields_set:
             low = -math.inf
         if self.success is not None and "reward_max_val" not in self.model_fields_set:
@@ -238,6 +239,7 @@ class EnvSpec(BaseModel):
             reward_min_val=self.reward_min_val,
             success_key=self.success_rule.key if self.success_rule else "",
             on_tool_fault=self.on_tool_fault,
+            # Inline calls have no time limit, so neither have their tools.
             tools_timeout_s=None if self.isolation == "inline" else TOOLS_TIME_FRAC * self.step_timeout_s,
             options=self.options,
         )
@@ -265,10 +267,7 @@ class EnvSpec(BaseModel):
             return ""
         origin = Path(found.origin)
         is_package = found.submodule_search_locations is not None or module.count(".") > 1
-        if is_package:
-            files = sorted(origin.parent.rglob("*.py"))
-        else:
-            files = [origin]
+        files = sorted(origin.parent.rglob("*.py")) if is_package else [origin]
         hashed = hashlib.blake2b(digest_size=8)
         try:
             for file in files:
@@ -284,13 +283,11 @@ class EnvSpec(BaseModel):
             UserError: the module cannot be imported (the message names module and cause), or has no such callable, or
                 it takes other parameters.
         """
-        if ":" in self.entry_point:
-            reference = self.entry_point
-        else:
-            reference = f"{self.entry_point}:build_env"
+        reference = self.entry_point if ":" in self.entry_point else f"{self.entry_point}:build_env"
         if self.compat == "slime":
             from envs.slime import adapt, install_stand_ins
 
+            # Before the import, which fails without them.
             install_stand_ins()
             return adapt(self._resolve_callable("entry_point", reference))
         found = self._resolve_callable("entry_point", reference)
@@ -320,18 +317,19 @@ class EnvSpec(BaseModel):
             fix = "name a data set with --data, or add `dataset` to the entry"
             raise UserError(f"environment '{self.id}'", "must have a built-in data set to run without one", "none", fix)
         make_samples: MakeSamples = self._resolve_callable("dataset", self.dataset)
+        field = f"environment '{self.id}' dataset"
         options = "".join(f", {name}={value!r}" for name, value in self.dataset_options.items())
         call = f"{self.dataset.partition(':')[2]}(split={split!r}, size={size}, seed={seed}{options})"
-        field = f"environment '{self.id}' dataset"
+        rule = f"{call} must return samples"
         try:
             samples = make_samples(split=split, size=size, seed=seed, **self.dataset_options)
         except UserError:
             raise
         except CODE_FAULTS as error:  # of the environment's author
-            raise UserError(field, f"{call} must return samples", import_cause(error), "fix the data set") from error
+            raise UserError(field, rule, import_cause(error), "fix the data set") from error
         if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
             fix = "return a list of samples, or anything else with a length and an index"
-            raise UserError(field, f"{call} must return samples", type(samples).__name__, fix)
+            raise UserError(field, rule, type(samples).__name__, fix)
         return samples
 
     def load_system_prompt(self) -> str | None:

@@ -76,6 +76,7 @@ def read_success(value: Any) -> Any:
     if value is None or value == "":
         return None
     try:
+        # float(True) would be a threshold of 1.
         if isinstance(value, bool):
             number = math.nan
         else:

@@ -8,23 +8,22 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from envs.config.plugins import import_cause
 from envs.contract import TOOL_FAULT, ToolFault
 from envs.env import Env, EnvArgs
 from envs.errors import did_you_mean
-from envs.execution.threads import call_on_thread
 from envs.grading import extract_boxed, score_text
 from envs.off_loop import off_loop
 from envs.tool_calls import ToolCall, ToolCallError, call_example, find_tool_calls, outside_tool_calls
-from envs.tools import BadArgumentsError, Tool, ToolError, ToolOptions, fault_line, marked_methods
+from envs.tools import BadArgumentsError, Tool, ToolError, fault_line, marked_methods
 from envs.types import Content, Message, Sample, plain_text
 
 MAX_CALLS_PER_TURN = 16
 
 logger = logging.getLogger(__name__)
-_reported: set[tuple[str, ...]] = set()
+_reported: set[tuple[type, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class ToolEnv(Env):
     The class itself is the entry point of its registry entry. A broken call gets an answer that names the error and
     shows a correct call. A tool may set `self.done` (the task has ended) and put facts for the recording into
     `self.info`. A step's info also holds `tool_calls`, a list with name, arguments and outcome of each call. The
-    outcome is "ok", "malformed", "truncated", "unknown_tool", "bad_arguments", "too_many_calls", that of a `ToolError`,
+    outcome is "ok", "malformed", "truncated", "unknown_tool", "bad_arguments", that of a `ToolError`,
     or "tool_fault" for any other exception. With `args.on_tool_fault` "observe" the model reads such an exception in
     one line, with "drop" `step` raises it, with "reward_min" `step` raises a `ToolFault`.
     """
@@ -81,12 +80,12 @@ class ToolEnv(Env):
         self.info: dict[str, Any] = {}
         self._step_began = 0.0
         self._tools: dict[str, Tool] = {}
-        for name, options in marked_methods(type(self)).items():
-            self.add_tool(getattr(self, name), options)
+        for method, name in marked_methods(type(self)).items():
+            self.add_tool(getattr(self, method), name)
 
-    def add_tool(self, function: Callable[..., Any], options: ToolOptions | None = None) -> None:
+    def add_tool(self, function: Callable[..., Any], name: str = "") -> None:
         """Offer a function with typed parameters as a tool in this episode only."""
-        made = Tool.of(function, options)
+        made = Tool.of(function, name)
         if made.name in self._tools:
             raise ValueError(f"there is already a tool {made.name!r}; give this one another name with @tool(name=...)")
         self._tools[made.name] = made
@@ -136,9 +135,7 @@ class ToolEnv(Env):
         if "messages" in observation:
             return observation["messages"]
         shown = super().format_observation(observation)
-        if isinstance(shown, dict):
-            return [shown]
-        return shown
+        return [shown] if isinstance(shown, dict) else shown
 
     def called_tools(self, response_text: str) -> Sequence[str]:
         """Return the names of the tools that a text calls."""
@@ -161,17 +158,13 @@ class ToolEnv(Env):
             raise ValueError(
                 f"sample {self.sample.id!r} has no label; give it one, or define reward() in the environment"
             )
-        calls = self._find_calls(final_text)
-        if calls:
+        text = final_text
+        if self._find_calls(final_text):
             text = outside_tool_calls(final_text, self.args.tool_format)
-        else:
-            text = final_text
-        is_answer = not calls or extract_boxed(text) is not None
-        if is_answer:
-            score = score_text(text, str(self.sample.label), self.args.grader)
-        else:
-            score = 0.0
-        return self.args.reward(score)
+            # "Answer:" in a turn that still calls a tool may announce what the tool will say.
+            if extract_boxed(text) is None:
+                return self.args.reward(0.0)
+        return self.args.reward(score_text(text, str(self.sample.label), self.args.grader))
 
     def close(self) -> None:
         """Release the event loop of async tools; a subclass with its own `close` must call this one."""
@@ -187,15 +180,9 @@ class ToolEnv(Env):
 
     def explain(self, call: ToolCall | ToolCallError, problem: str) -> str:
         """Return the answer to a broken call: the sentence `problem`, and an example of a correct call."""
-        if isinstance(call, ToolCall):
-            named = self._tool(call.name)
-        else:
-            named = None
+        named = self._tool(call.name) if isinstance(call, ToolCall) else None
         example = named or next(iter(self._tools.values()))
-        if len(self._tools) > 1 and named is None:
-            names = f" Tools: {', '.join(self._tools)}."
-        else:
-            names = ""
+        names = f" Tools: {', '.join(self._tools)}." if len(self._tools) > 1 and named is None else ""
         return f"{problem}{names} Call {call_example(example.name, example.example, self.args.tool_format)}."
 
     def _find_calls(self, text: str) -> list[ToolCall | ToolCallError]:
@@ -208,22 +195,14 @@ class ToolEnv(Env):
 
     def _make(self, found: Sequence[ToolCall | ToolCallError]) -> tuple[list[Content], list[dict[str, Any]]]:
         """Run the calls that the policy allows; return the content and the record of each."""
-        policy = self.args.tool_calls
         on_fault = self.args.on_tool_fault
-        if policy == "single" and len(found) > 1:
-            text = self.explain(found[0], f"One call a turn, got {len(found)}.")
-            return [text], [_record(call, _CallResult(text, "too_many_calls")) for call in found]
-        if policy in ("last", "first"):
-            found = [found[-1 if policy == "last" else 0]]
-        chosen = found[:MAX_CALLS_PER_TURN]
-        if policy == "parallel" and len(chosen) > 1:
-            results = self._run(self._call_all(chosen))
-        else:
-            results = []
-            for call in chosen:
-                results.append(self._run(self._call(call)) if self._is_async(call) else _finish(self._call(call)))
-                if self.done or (results[-1].error is not None and on_fault != "observe"):  # skip calls after the end
-                    break
+        chosen = found[-1:] if self.args.tool_calls == "last" else found[:MAX_CALLS_PER_TURN]
+        results: list[_CallResult] = []
+        for call in chosen:
+            run = self._run if self._is_async(call) else _finish  # most tools need no event loop
+            results.append(run(self._call(call)))
+            if self.done or (results[-1].error is not None and on_fault != "observe"):  # skip calls after the end
+                break
         records = [_record(call, result) for call, result in zip(chosen, results, strict=False)]
         error = next((result.error for result in results if result.error is not None), None)
         if error is not None and on_fault == "drop":
@@ -236,29 +215,21 @@ class ToolEnv(Env):
     def _is_async(self, call: ToolCall | ToolCallError) -> bool:
         return isinstance(call, ToolCall) and (named := self._tool(call.name)) is not None and named.is_async
 
-    async def _call_all(self, calls: Sequence[ToolCall | ToolCallError]) -> list[_CallResult]:
-        async def one(call: ToolCall | ToolCallError) -> _CallResult:
-            if self._is_async(call):
-                return await self._call(call)
-            return await call_on_thread(_finish, self._call(call))
-
-        return list(await asyncio.gather(*(one(call) for call in calls)))
-
     async def _call(self, call: ToolCall | ToolCallError) -> _CallResult:
         """Run one call, whatever the tool raises. Awaits nothing unless the tool is async."""
         if isinstance(call, ToolCallError):
             return _CallResult(self.explain(call, call.reason), call.kind)
         chosen = self._tool(call.name)
         if chosen is None:
-            fix = did_you_mean(call.name, self._tools)
-            if fix.startswith("did"):
-                hint = f" {fix[0].upper()}{fix[1:]}"
-            else:
-                hint = ""
-            return _CallResult(self.explain(call, f"Unknown tool.{hint}"), "unknown_tool")
+            # All tools follow in the text anyway, so only a near name is worth a sentence.
+            hint = did_you_mean(call.name, self._tools)
+            known = f" D{hint[1:]}" if hint.startswith("did") else ""
+            return _CallResult(self.explain(call, f"Unknown tool.{known}"), "unknown_tool")
         try:
-            attempts = self._attempts(chosen, chosen.check(call.arguments))
-            return _CallResult(await (self._in_time(attempts) if chosen.is_async else attempts), "ok")
+            value = chosen.function(**chosen.check(call.arguments))
+            if chosen.is_async:
+                value = await self._in_time(value)
+            return _CallResult(chosen.content(value), "ok")
         except BadArgumentsError as error:
             return _CallResult(self.explain(call, str(error)), "bad_arguments")
         except ToolError as error:
@@ -266,57 +237,29 @@ class ToolEnv(Env):
         except (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
             raise
         except BaseException as error:  # SystemExit, and what native code raises, too
-            if self.args.on_tool_fault == "observe":
-                self._report(chosen, error)
+            if self.args.on_tool_fault == "observe" and (type(self), chosen.name) not in _reported:
+                _reported.add((type(self), chosen.name))  # once: the model may call it in every episode
+                env = type(self).__qualname__
+                logger.warning("tool %s of %s failed, the model is told: %s", chosen.name, env, import_cause(error))
             return _CallResult(f"{chosen.name} failed. {fault_line(error)}", TOOL_FAULT, error)
 
-    async def _attempts(self, chosen: Tool, arguments: Mapping[str, Any]) -> Content:
-        """Run a tool, again after an exception if it has retries, and return the content for the model."""
-        for left in reversed(range(chosen.options.retries + 1)):
-            try:
-                value = chosen.function(**arguments)
-                return chosen.content(await value if chosen.is_async else value)
-            except ToolError:
-                raise
-            except Exception:
-                if not left:
-                    raise
-                wait_s = chosen.options.backoff_s * 2 ** (chosen.options.retries - left)
-                await asyncio.sleep(wait_s) if chosen.is_async else time.sleep(wait_s)
-        raise AssertionError("the last try returns or raises")
-
-    async def _in_time(self, attempts: Awaitable[Content]) -> Content:
+    async def _in_time(self, awaitable: Awaitable[Any]) -> Any:
         """Cancel an async tool in time for its error to be shown, before the whole step is over its limit."""
-        if self.args.on_tool_fault == "observe":
-            limit_s = self.args.tools_timeout_s
-        else:
-            limit_s = None
-        if limit_s is None:
-            left_s = None
-        else:
-            left_s = max(0.0, self._step_began + limit_s - time.monotonic())
+        # With the other policies the limit of the whole step ends the episode in the right way.
+        limit_s = self.args.tools_timeout_s if self.args.on_tool_fault == "observe" else None
+        left_s = None if limit_s is None else max(0.0, self._step_began + limit_s - time.monotonic())
         limit = asyncio.timeout(left_s)
         try:
             async with limit:
-                return await attempts
+                return await awaitable
         except TimeoutError as error:
             if limit.expired():
                 raise TimeoutError(f"the calls of a turn may take {limit_s:g} s") from error
             raise
 
-    def _report(self, chosen: Tool, error: BaseException) -> None:
-        """Log a fault that the model reads, once for each line of a tool."""
-        frames = traceback.extract_tb(error.__traceback__)
-        frame = next((each for each in frames if each.filename != __file__), frames[-1])
-        place = f"{Path(frame.filename).name}:{frame.lineno}"
-        if (key := (type(self).__qualname__, chosen.name, place)) not in _reported:
-            _reported.add(key)
-            logger.warning(
-                "tool %s of %s failed, the model is told: %s (%s)", chosen.name, key[0], fault_line(error), place
-            )
-
     def _run(self, coroutine: Awaitable[Any]) -> Any:
         """Run on this environment's own event loop, so that tools can keep connections between turns."""
+        # Made at the first async tool: most environments have none, and a loop holds file descriptors.
         runner = self._runner = self._runner or asyncio.Runner()
         try:
             return off_loop(runner.run, coroutine)
@@ -338,8 +281,5 @@ def _finish(coroutine: Any) -> Any:
 def _record(call: ToolCall | ToolCallError, result: _CallResult) -> dict[str, Any]:
     if isinstance(call, ToolCallError):
         return {"name": None, "arguments": None, "outcome": result.outcome, "reason": call.reason}
-    if result.error is not None:
-        reason = {"reason": fault_line(result.error)}
-    else:
-        reason = {}
+    reason = {} if result.error is None else {"reason": fault_line(result.error)}
     return {"name": call.name, "arguments": call.arguments, "outcome": result.outcome, **reason}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cmath
 import functools
 import inspect
 import json
@@ -10,17 +9,18 @@ import traceback
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, TypeVar, overload
 
 import docstring_parser
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError, create_model
+from pydantic_core import to_jsonable_python
 
 from envs.contract import MAX_IMAGE_PIXELS
 from envs.errors import UserError, did_you_mean, shortened
 from envs.images import check_size
-from envs.tool_calls.json_call import MAX_DEPTH, depth
+from envs.tool_calls.json_call import MAX_DEPTH, decode, depth
+from envs.tool_calls.types import ToolCallError
 from envs.types import Content, content_parts
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -41,25 +41,14 @@ class ToolError(Exception):
         self.outcome = outcome
 
 
-@dataclass(frozen=True)
-class ToolOptions:
-    """Options of a tool: its name (empty: the method's name), and how often to repeat it after an exception."""
-
-    name: str = ""
-    retries: int = 0
-    backoff_s: float = 0.5
-
-
 @overload
 def tool(method: F) -> F: ...
 @overload
-def tool(*, name: str = "", retries: int = 0, backoff_s: float = 0.5) -> Callable[[F], F]: ...
-def tool(method: F | None = None, *, name: str = "", retries: int = 0, backoff_s: float = 0.5) -> F | Callable[[F], F]:
-    """Mark a method of a `ToolEnv` as a tool that the model may call.
+def tool(*, name: str) -> Callable[[F], F]: ...
+def tool(method: F | None = None, *, name: str = "") -> F | Callable[[F], F]:
+    """Mark a method of a `ToolEnv` as a tool that the model may call, under its own name or another.
 
-    Every parameter needs a type. The model reads the docstring, with its parameters. The method may be `async`. After
-    an exception other than `ToolError` the tool runs again, up to `retries` times, after `backoff_s`, then twice that,
-    ...
+    Every parameter needs a type. The model reads the docstring, with its parameters. The method may be `async`.
 
     Example::
 
@@ -72,14 +61,13 @@ def tool(method: F | None = None, *, name: str = "", retries: int = 0, backoff_s
             '''
     """
     if method is not None and not (callable(method) or isinstance(method, staticmethod | classmethod)):
-        fix = "write @tool, or @tool(name=..., retries=..., backoff_s=...)"
+        fix = "write @tool, or @tool(name=...)"
         raise UserError("@tool", "must stand over a method", repr(method), fix)
-    options = ToolOptions(name, retries, backoff_s)
 
     def mark(method: F) -> F:
         if isinstance(method, staticmethod | classmethod):
             raise TypeError("@tool needs a plain method with self; remove @staticmethod or @classmethod")
-        method.__tool__ = options  # type: ignore[attr-defined]
+        method.__tool__ = name or method.__name__  # type: ignore[attr-defined]
         return method
 
     if method is None:
@@ -106,7 +94,6 @@ class Tool:
 
     name: str
     function: Callable[..., Any]
-    options: ToolOptions
     arguments: type[BaseModel]
     schema: dict[str, Any]
     is_async: bool
@@ -114,21 +101,17 @@ class Tool:
     result: type | None
 
     @classmethod
-    def of(cls, function: Callable[..., Any], options: ToolOptions | None = None) -> Tool:
-        """Read name, types and docstring of a function or bound method.
+    def of(cls, function: Callable[..., Any], name: str = "") -> Tool:
+        """Read types and docstring of a function or bound method, and its name where none is given.
 
         Raises:
             TypeError: a parameter has no type or one that JSON cannot hold, or is *args, **kwargs or positional-only.
         """
-        chosen: ToolOptions = options or getattr(function, "__tool__", ToolOptions())
-        name = chosen.name or function.__name__
-        # Cache methods of a class, but not functions that were created for one episode.
+        name = name or getattr(function, "__tool__", function.__name__)
         method = getattr(function, "__func__", None)
-        if method is not None:
-            read = _read_signature
-        else:
-            read = _read_signature.__wrapped__
-        return cls(name, function, chosen, *read(name, method or function))
+        if method is None:  # created for one episode: a cache would keep its values alive
+            return cls(name, function, *_read_signature.__wrapped__(name, function))
+        return cls(name, function, *_read_signature(name, method))
 
     def content(self, value: object) -> Content:
         """Convert what the function returned to a message's content.
@@ -158,6 +141,7 @@ class Tool:
         try:
             return self._validated(arguments)
         except ValidationError as error:
+            # Models of the XML format write every value as text, and others quote lists.
             decoded = dict(arguments)
             for problem in error.errors():
                 key = problem["loc"][0]
@@ -166,16 +150,13 @@ class Tool:
             try:
                 return self._validated(decoded)
             except ValidationError:
+                # Of the first try: the model wrote that text, and not what it was decoded to.
                 raise BadArgumentsError(self._explain(error)) from error
 
     def _validated(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         model = self.arguments.model_validate(dict(arguments))
         fields = self.arguments.model_fields
-        names = {field: fields[field].alias or field for field in model.model_fields_set}
-        for field, value in model.model_dump(include=set(names)).items():
-            if not _is_finite(value):
-                raise BadArgumentsError(f'"{names[field]}" must hold no NaN and no infinity.')
-        return {name: getattr(model, field) for field, name in names.items()}
+        return {fields[field].alias or field: getattr(model, field) for field in model.model_fields_set}
 
     def _explain(self, error: ValidationError) -> str:
         known = self.schema["function"]["parameters"]["properties"]
@@ -197,23 +178,11 @@ class Tool:
         return " ".join(problems)
 
 
-def _is_finite(value: Any) -> bool:
-    """Return whether a value, and every value in it, is no NaN or infinity: a text such as "1e999" becomes one."""
-    if isinstance(value, dict):
-        return all(_is_finite(part) for item in value.items() for part in item)
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float | complex | Decimal) or cmath.isfinite(value)
-
-
 def _json_or_text(text: str) -> Any:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    if depth(value) <= MAX_DEPTH:
-        return value
-    return text
+    """Return the value of a JSON text, read as a call's own JSON is, without NaN; the text if it is none."""
+    value, end = decode(text)
+    is_value = not isinstance(value, ToolCallError) and not text[end:].strip() and depth(value) <= MAX_DEPTH
+    return value if is_value else text
 
 
 @functools.lru_cache(maxsize=1024)
@@ -221,6 +190,7 @@ def _read_signature(
     name: str, function: Callable[..., Any]
 ) -> tuple[type[BaseModel], dict[str, Any], bool, type | None]:
     """Return the arguments' pydantic model, the schema, whether the function is async, and the class of its result."""
+    # Annotations are texts where a module imports them from __future__.
     hints = typing.get_type_hints(function, include_extras=True)
     parsed = docstring_parser.parse(inspect.getdoc(function) or "")
     described = {parameter.arg_name: parameter.description or "" for parameter in parsed.params}
@@ -234,6 +204,7 @@ def _read_signature(
         if parameter.name not in hints:
             raise TypeError(f"tool {name}: parameter '{parameter.name}' needs a type; write {parameter.name}: str")
         try:
+            # One by one, because an error of the whole schema names no parameter.
             TypeAdapter(hints[parameter.name]).json_schema()
         except PydanticUserError as error:
             rule = f"parameter '{parameter.name}' has a type that JSON cannot hold"
@@ -249,14 +220,16 @@ def _read_signature(
             field = Field(default, alias=parameter.name, description=text)
         # Numbered names, because "schema" or "_x" cannot be fields of a model.
         fields[f"p{number}"] = (hints[parameter.name], field)
-    config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False)
+    config = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
     arguments = create_model(name, __config__=config, **fields)
     description = " ".join(part for part in (parsed.short_description, parsed.long_description) if part)
     parameters_schema = _tidy(arguments.model_json_schema(by_alias=True))
+    # No model card shows it, and it costs tokens in every prompt.
     parameters_schema.pop("additionalProperties", None)
     parameters_schema.setdefault("properties", {})
     function_schema = {"name": name, "description": " ".join(description.split()), "parameters": parameters_schema}
     result = hints.get("return")
+    # Only a plain class promises a value: `str | None` and `Any` allow none.
     if not isinstance(result, type) or result in (type(None), object, Any):
         result = None
     schema = {"type": "function", "function": function_schema}
@@ -295,11 +268,9 @@ def fault_line(error: BaseException) -> str:
     >>> fault_line(ValueError("no digits\\nat line 3"))
     'ValueError: no digits at line 3'
     """
+    # Cut before it is split: an error may quote megabytes of the model's text.
     shown = "".join(traceback.format_exception_only(error))[: 10 * MAX_FAULT_CHARS]
-    line = " ".join(shown.split())
-    if len(line) <= MAX_FAULT_CHARS:
-        return line
-    return f"{line[: MAX_FAULT_CHARS - 3]}..."
+    return shortened(" ".join(shown.split()), MAX_FAULT_CHARS)
 
 
 def to_content(value: object) -> Content:
@@ -328,30 +299,26 @@ def to_content(value: object) -> Content:
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON form of a value that `json` cannot write."""
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if str(getattr(value, "dtype", "")) in ("float16", "float32") and hasattr(value, "astype"):
+    """Return a JSON form of a value that `json` cannot write: pydantic's, of an array its numbers, of a set a list."""
+    if str(getattr(value, "dtype", "")) in ("float16", "float32"):
         return value.astype(str).astype(float).tolist()  # the shortest decimals: 18.8, not 18.799999237060547
-    for method in ("tolist", "isoformat"):  # arrays and array numbers; dates and times
-        if callable(found := getattr(value, method, None)):
-            return found()
-    if isinstance(value, set | frozenset):
+    if isinstance(value, set | frozenset):  # in an order that is the same in every process
         return sorted(value)
-    raise TypeError(
-        f"a tool must return text, numbers, images, or lists and dicts of text and numbers, got {type(value).__name__}"
-    )
+    try:
+        return value.tolist() if hasattr(value, "tolist") else to_jsonable_python(value)
+    except ValueError as error:  # of pydantic, or of bytes that are no text
+        rule = "a tool must return text, numbers, images, or lists and dicts of text and numbers"
+        raise TypeError(f"{rule}, got {type(value).__name__}") from error
 
 
 @functools.cache
-def marked_methods(owner: type) -> Mapping[str, ToolOptions]:
-    """Return the methods of a class that are marked with `tool`, with their options, in order of definition.
+def marked_methods(owner: type) -> Mapping[str, str]:
+    """Return the methods of a class that are marked with `tool`, with the tools' names, in order of definition.
 
     A method that overrides a marked one is a tool too; ``price = None`` in a subclass removes the tool.
     """
-    marked: dict[str, ToolOptions] = {}
+    marked: dict[str, str] = {}
+    # From the oldest class on, so that tools keep their places where a subclass overrides them.
     for base in reversed(owner.__mro__):
-        for name, value in vars(base).items():
-            if (options := getattr(value, "__tool__", None)) is not None:
-                marked[name] = options
-    return {name: options for name, options in marked.items() if callable(getattr(owner, name))}
+        marked |= {name: value.__tool__ for name, value in vars(base).items() if hasattr(value, "__tool__")}
+    return {method: name for method, name in marked.items() if callable(getattr(owner, method))}

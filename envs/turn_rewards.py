@@ -56,6 +56,7 @@ class EpisodeReward:
                 rule = "reward must be a finite number, got None; does it return?"
                 raise EnvFault(f"{rule} It may be left out only where every step gives info[{KEY!r}]")
             of_text = 0.0
+        # Unchanged where turns give none: a sum could round it.
         if not self._of_turns:
             return of_text
         return checked_number(math.fsum([*self._of_turns, of_text]), "the sum of all rewards must be")

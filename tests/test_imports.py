@@ -31,9 +31,8 @@ FORBIDDEN = {
 #: Folders of the repository that are not in the wheel.
 OUTSIDE = {"starter", "tests", "benchmarks"}
 LOOK_UPS = {"find_spec", "import_module", "__import__", "run_module", "resolve_name"}
-#: Named like modules, and none: the groups of entry points by which installed packages bring environments and more.
-GROUPS = {f"trueturn.{kind}" for kind in ("envs", "rewards", "graders", "advantages", "policy_losses", "corrections")}
-GROUPS |= {f"trueturn.{kind}" for kind in ("group_filters", "samplers", "trackers", "callbacks", "engines")}
+#: Named like modules, and none: the group of entry points by which installed packages bring environments.
+GROUPS = {"trueturn.envs"}
 ENTRY_POINT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+(:[\w.]+)?")
 
 

@@ -17,7 +17,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from envs.config.plugins import check_not_async, import_cause
+from envs.config.plugins import check_not_async, import_cause, import_object
 from envs.errors import CODE_FAULTS, UserError, did_you_mean
 from envs.execution.watchdog import watched
 from trainer.config.run import CALLBACK
@@ -145,7 +145,7 @@ class Callbacks:
 
 def _open(reference: str) -> Callback:
     """Return the callback that a reference names: an object, or what a class or function returns."""
-    found = CALLBACK.find(FLAG, reference)
+    found = import_object(FLAG, reference)
     if not isinstance(found, Callback):
         found = CALLBACK.call(FLAG, reference, CALLBACK.check(FLAG, reference, found))
     if not isinstance(found, Callback):

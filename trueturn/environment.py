@@ -28,7 +28,13 @@ from trueturn.settings import config_of
 #: Turns of an episode of a class that does not say how many.
 MAX_TURNS = 3
 #: Keys of a registry entry that no setting of a run replaces.
-ENTRY_KEYS = EnvSpec.model_fields.keys() - EnvConfig.model_fields.keys() - {"entry_point", "origin", "system_prompt"}
+#: What an entry has beside the settings of a run, and Python code can give.
+_NOT_GIVEN = {"entry_point", "origin", "system_prompt", "mixture", "parts"}
+ENTRY_KEYS = EnvSpec.model_fields.keys() - EnvConfig.model_fields.keys() - _NOT_GIVEN
+    EnvSpec.model_fields.keys()
+    - EnvConfig.model_fields.keys()
+    - {"entry_point", "origin", "system_prompt", "mixture", "parts"}
+)
 
 
 @public()

@@ -32,7 +32,6 @@ class EnvironmentKeywords(TypedDict, total=False):
     answer_key: Any
     image_keys: Any
     allow_outside_images: Any
-    allow_remote_images: Any
     system_prompt: Any
     max_prompt_tokens: Any
 
@@ -58,8 +57,6 @@ class EnvKeywords(EnvironmentKeywords, total=False):
     retries: Any
     retry_backoff_s: Any
     compat: Any
-    mixture: Any
-    parts: Any
 
 
 class RunKeywords(EnvironmentKeywords, total=False):

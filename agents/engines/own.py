@@ -15,7 +15,7 @@ from envs.config.plugins import Plugin
 from envs.errors import UserError
 
 EngineName = Literal["auto", "hf", "sglang"]
-ENGINE = Plugin("an engine", "trueturn.engines", ("setup",))
+ENGINE = Plugin("an engine", ("setup",))
 
 MakeEngine = Callable[[EngineSetup], Any]
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import atexit
 import errno
+import faulthandler
 import io
 import os
 import sys
-import threading
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel
@@ -78,6 +76,7 @@ class _Parser(argparse.ArgumentParser):
         switches = {flag: action for action in self._actions if action.nargs == 0 for flag in action.option_strings}
         for word, following in zip_longest(self.argv, self.argv[1:], fillvalue=""):
             flag, equals, value = word.partition("=")
+            # A following word may also be an argument of the command, such as the id of an environment.
             if flag in switches and (equals or following.lower() in _BOOLEAN_WORDS):
                 fix = f"write {' or '.join(switches[flag].option_strings)} alone"
                 raise UserError(flag, "takes no value", value if equals else following, fix)
@@ -121,46 +120,43 @@ def parse(
     Raises:
         UserError: a flag, key or variable is unknown, or a value breaks a rule.
     """
+    # Help and errors then show the command as it was typed.
     if argv is None and sys.argv[0].startswith(PROGRAM):
         prog = sys.argv[0]
-    fields = [(path, field) for path, field in leaves(model) if has_flag(field)]
     words = sys.argv[1:] if argv is None else argv
     parser = _parser(model, prog, description, layers, () if HELP_ALL in words else first)
     if first:
         parser.add_argument(HELP_ALL, action="help", help="show all flags and exit")
     parser.argv = words
     parser.check_switches()
-    takes_several = any(field.is_required() and is_tuple(field) for _, field in fields)
-    found, unknown = (parser.parse_known_intermixed_args if takes_several else parser.parse_known_args)(parser.argv)
+    # Several arguments may stand between flags; argparse reads a single one there without help.
+    takes_several = any(field.is_required() and is_tuple(field) for _, field in leaves(model))
+    found, unknown = (parser.parse_known_intermixed_args if takes_several else parser.parse_known_args)(words)
     known = vars(found)
-    flags = {flag_of(path[-1], field): path for path, field in fields}
+    flags = {flag_of(path[-1], field): path for path, field in leaves(model) if has_flag(field)}
     if unknown:
         flag = unknown[0].split("=")[0]
-        if layers:
-            others = ("--config", "--print-config")
-        else:
-            others = ()
-        others += (layers.foreign.flag,) if layers and layers.foreign else ()
-        if layers:
-            fix = layers.translated(model, flag)
-        else:
-            fix = ""
-        others += (HELP_ALL,) if first else ()
-        fix = fix or _instead(model, flag, (*flags, *others), known)
+        others = ["--config", "--print-config"] if layers else []
+        others += [layers.foreign.flag] if layers and layers.foreign else []
+        others += [HELP_ALL] if first else []
+        fix = (layers and layers.translated(model, flag)) or _instead(model, flag, (*flags, *others), known)
         raise UserError(flag, "is no flag of this command", unknown[0], fix)
     settings: Settings = {
         path: Setting(value, flag) for flag, path in flags.items() if (value := known[path[-1]]) not in (None, [])
     }
-    if layers:
-        below = layers.read_files(model, known["config"] or ())
-        if layers.foreign and known[_FOREIGN]:
-            foreign, lines = layers.foreign.settings(os.environ)
-            print(*lines, sep="\n", file=sys.stderr)
-            below |= foreign
-        settings = below | layers.read_variables(model, os.environ) | settings
-        settings = layers.read_base(model, settings) | settings
+    if not layers:
+        return validate(model, settings)
+    # From the lowest layer to the highest; `|` keeps the right side.
+    below = layers.read_files(model, known["config"] or ())
+    if layers.foreign and known[_FOREIGN]:
+        foreign, lines = layers.foreign.settings(os.environ)
+        print(*lines, sep="\n", file=sys.stderr)
+        below |= foreign
+    settings = below | layers.read_variables(model, os.environ) | settings
+    # Read last, because any layer above may name the run folder, and lowest in rank.
+    settings = layers.read_base(model, settings) | settings
     config = validate(model, settings)
-    if layers and known["print_config"]:
+    if known["print_config"]:
         print(dump(config, settings), end="")
         raise SystemExit(0)
     return config
@@ -188,6 +184,7 @@ def _parser(
     model: type[BaseModel], prog: str, description: str, layers: Sources | None, shown: Collection[str]
 ) -> _Parser:
     """Return the parser of a command, whose help shows these settings, or all if there are none."""
+    # argparse would write all flags into the usage line, over a hundred.
     arguments = [flag_of(path[-1], field) for path, field in leaves(model) if field.is_required()]
     parser = _Parser(
         prog=prog,
@@ -239,21 +236,20 @@ def _add_section(
 
 
 def _add(group: argparse._ActionsContainer, flag: str, field: FieldInfo, is_shown: bool) -> None:
-    if is_shown:
-        text = help_of(field).replace("%", "%%")
-    else:
-        text = argparse.SUPPRESS
+    text = help_of(field).replace("%", "%%") if is_shown else argparse.SUPPRESS
     if field.is_required():
+        # Not "+" or none: a missing argument is an error of `validate`, which names it and its description.
         nargs = "*" if is_tuple(field) else "?"
         group.add_argument(flag.lower(), metavar=flag, nargs=nargs, help=text)
     elif field.annotation in (bool, bool | None):
+        # No default of argparse: only a flag that was given overrides the layers below.
         group.add_argument(flag, action=_Switch, default=None, help=text)
     else:
         action = "append" if is_tuple(field) else _OneValue
         group.add_argument(flag, action=action, metavar=metavar_of(field.annotation), default=None, help=text)
 
 
-#: How long code that runs at exit may take until it is said.
+#: How long code that runs at exit may take, in seconds, until it is named.
 END_S = 15.0
 
 
@@ -262,11 +258,6 @@ def exit_code(main: Callable[[], int]) -> int:
 
     Whatever the command prints is escaped, to the end of the process.
     """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, as after `>&-`
-            nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open to the end
-            os.set_inheritable(nowhere.fileno(), True)  # it has the number that children take for their own
-            setattr(sys, name, nowhere)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a text of anyone may hold what the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
@@ -277,6 +268,7 @@ def exit_code(main: Callable[[], int]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
+        # Any other module is missing in code of a user or of ours, whose traceback is wanted.
         if (package := (error.name or "").partition(".")[0]) not in TRAIN_PACKAGES:
             raise
         missing = UserError("installation", f"must have {package} for this", "none", "pip install 'trueturn[train]'")
@@ -291,26 +283,6 @@ def exit_code(main: Callable[[], int]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     finally:
-        atexit.unregister(_watch_the_end)
-        atexit.register(_watch_the_end)  # the last one that is registered runs first
-
-
-def _watch_the_end() -> None:
-    """Say where the end of the process stands, if code that someone has registered with `atexit` keeps it."""
-    timer = threading.Timer(END_S, _say_where_it_stands)
-    timer.daemon = True
-    timer.start()
-
-
-def _say_where_it_stands() -> None:
-    ident = threading.main_thread().ident
-    if ident:
-        frame = sys._current_frames().get(ident)
-    else:
-        frame = None
-    if frame:
-        stack = "".join(traceback.format_stack(frame))
-    else:
-        stack = ""
-    said = f"note: the command is done, and code that runs at exit has kept its process for {END_S:g} s"
-    print(f"{said}; Ctrl-C ends it\n{stack}", file=sys.stderr, flush=True)
+        # What was registered last runs first: it names the code that keeps the process, if a user's code at exit hangs.
+        if sys.__stderr__:
+            atexit.register(faulthandler.dump_traceback_later, END_S, file=sys.__stderr__)

@@ -62,10 +62,7 @@ def read_file(model: type[BaseModel], file: Path, name: str = "") -> Settings:
     try:
         text = read_text(file, name or str(file))
     except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError):
-            reason = error.strerror
-        else:
-            reason = str(error)
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(name or str(file), "must be a readable file", reason, "give an existing YAML file") from error
     name = name or str(file)
     return dict(_settings(model, model, parse_yaml(text, name), name, ()))
@@ -100,18 +97,13 @@ def _settings(
 def _unknown(root: type[BaseModel], model: type[BaseModel], name: str, place: str, path: FieldPath) -> UserError:
     """Return the error for an unknown key: the section that it belongs to, or the most similar key."""
     section = ".".join(path)
+    # The same name under another section is the most likely mistake, as files of other trainers are flat.
     for own in (".".join(own[:-1]) for own, _ in leaves(root) if own[-1] == name):
-        if section:
-            got = f"it under {section}"
-        else:
-            got = "it outside of all sections"
+        got = f"it under {section}" if section else "it outside of all sections"
         if own:
             return UserError(place, f"{name} belongs under {own}", got, f"write {own}: {{{name}: ...}}")
         return UserError(place, f"{name} belongs to no section", got, f"write {name}: ... at the start of a line")
-    if section:
-        kind = f"a setting of {section}"
-    else:
-        kind = "a section or setting"
+    kind = f"a setting of {section}" if section else "a section or setting"
     return UserError(place, f"is not {kind}", name, did_you_mean(name, model.model_fields))
 
 
@@ -155,10 +147,7 @@ def _note(field: FieldInfo, value: Any, setting: Setting | None) -> str:
     """Return the comment after a value; empty for the default."""
     if not field.is_required() and value == field.get_default():
         return ""
-    if field.is_required():
-        notes = []
-    else:
-        notes = [f"default: {text_of(field.get_default())}"]
+    notes = [] if field.is_required() else [f"default: {text_of(field.get_default())}"]
     notes += [f"from {setting.source}"] if setting else []
     if notes:
         return f"  # {'; '.join(notes)}"
@@ -168,6 +157,7 @@ def _note(field: FieldInfo, value: Any, setting: Setting | None) -> str:
 def text_of(value: Any) -> str:
     """Return a value as YAML, on one line."""
     if value is None or isinstance(value, int):  # bool included
+        # JSON's null, true and numbers are YAML's.
         return json.dumps(value)
     if isinstance(value, float):  # 1.0e-06: YAML 1.1 reads 1e-06 as a text
         return re.sub(r"^(-?\d+)e", r"\1.0e", repr(value))
@@ -176,4 +166,5 @@ def text_of(value: Any) -> str:
     text = str(value)
     if PLAIN.fullmatch(text) and text.lower() not in OTHER_THAN_TEXT:
         return text
+    # In double quotes it stays on one line, whatever characters it holds.
     return yaml.safe_dump(text, default_style='"', width=float("inf"), allow_unicode=True).strip("\n")

@@ -39,13 +39,11 @@ def metavar_of(annotation: Any) -> str:
     """
     words = words_of(annotation) + ["MODULE:NAME"] * takes_references(annotation)
     if words:
-        if len(words) > 1:
-            choices = f"{{{','.join(words)}}}"
-        else:
-            choices = words[0]
+        choices = f"{{{','.join(words)}}}" if len(words) > 1 else words[0]
         if len(choices) <= MAX_CHOICES_CHARS:
             return choices
         return "NAME"
+    # `int | None` and `tuple[Path, ...]` take an INT and a PATH.
     kinds = [kind for kind in get_args(annotation) if kind not in (NoneType, ...)]
     return {int: "INT", float: "FLOAT", Path: "PATH"}.get(kinds[0] if kinds else annotation, "TEXT")
 
@@ -60,10 +58,7 @@ def help_of(field: FieldInfo) -> str:
     if field.is_required():
         return text
     words = words_of(field.annotation) + ["MODULE:NAME of your own"] * takes_references(field.annotation)
-    if metavar_of(field.annotation) == "NAME":
-        notes = [f"one of {', '.join(words)}"]
-    else:
-        notes = []
+    notes = [f"one of {', '.join(words)}"] if metavar_of(field.annotation) == "NAME" else []
     notes += [", ".join(bounds)] if (bounds := _bounds(field)) else []
     notes += ["repeat for more"] if is_tuple(field) else []
     if default not in ("", (), None):

@@ -1,8 +1,6 @@
 """Objects that users bring: settings name them, and this module finds them.
 
-A reference is `module:NAME`, `path/to/file.py:NAME`, or the name of an entry point of an installed package. Each kind
-of plug-in has a group of entry points: a package with advantages has in its pyproject.toml
-``[project.entry-points."trueturn.advantages"]``, and under it ``turn_level = "my_package.advantages:turn_level"``.
+A reference is `module:NAME` or `path/to/file.py:NAME`.
 
 An object that Python code gives, rather than a name, gets a reference too: see `give`.
 """
@@ -21,9 +19,8 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -44,15 +41,14 @@ _BEING_IMPORTED: set[tuple[str, int]] = set()
 
 @dataclass(frozen=True)
 class Plugin:
-    """A kind of object that users bring: how errors call it, its group of entry points, and the parameters it takes.
+    """A kind of object that users bring: how errors call it, and the parameters it takes.
 
     `names` are those of our own that a reference may be too.
 
-    Example: `Plugin("an advantage", "trueturn.advantages", ("groups", "config"))`.
+    Example: `Plugin("an advantage", ("groups", "config"))`.
     """
 
     word: str
-    group: str
     parameters: tuple[str, ...]
     names: tuple[str, ...] = ()
 
@@ -63,23 +59,15 @@ class Plugin:
     def check_reference(self, text: str) -> str:
         """Return a reference, the path in it absolute. Raises ValueError if it is none, for pydantic."""
         place, _, name = text.rpartition(":")
-        if not place:
-            if text and text not in self.names and text not in self.installed():
-                if self.names:
-                    ours = ", ".join(self.names) + " or "
-                else:
-                    ours = ""
-                raise ValueError(f"must be {ours}{self.word} of an installed package, module:NAME or file.py:NAME")
+        if not place and text in ("", *self.names):
             return text
         if not name.isidentifier() or not (place.endswith(".py") or _MODULE.fullmatch(place)):
-            raise ValueError("must be module:NAME or file.py:NAME")
+            ours = "".join(f"{own} or " for own in self.names)
+            raise ValueError(f"must be {ours}module:NAME or file.py:NAME")
         if place.endswith(".py"):
+            # A recording or a resumed run may start in another folder.
             return f"{Path(place).absolute()}:{name}"
         return text
-
-    def installed(self) -> Mapping[str, str]:
-        """Return the references of installed packages by the names of their entry points."""
-        return {point.name: point.value for point in entry_points(group=self.group)}
 
     def load(self, field: str, reference: str) -> Any:
         """Return the object that a reference names, if it can be called as this kind of plug-in is.
@@ -87,11 +75,7 @@ class Plugin:
         Raises:
             UserError: it cannot be imported, or takes other parameters; the error names `field`, such as "--advantage".
         """
-        return self.check(field, reference, self.find(field, reference))
-
-    def find(self, field: str, reference: str) -> object:
-        """Return the object that a reference names. Raises `UserError` if it cannot be imported."""
-        return import_object(field, reference if ":" in reference else self.installed()[reference])
+        return self.check(field, reference, import_object(field, reference))
 
     def check(self, field: str, reference: str, found: object) -> Any:
         """Return an object if it can be called as this kind of plug-in is. Raises `UserError` if not."""
@@ -116,11 +100,8 @@ class Plugin:
             yield
         except (TypeError, ValueError) as error:
             rule = f"'{reference}' must return what {self.word} does ({error})"
-            place = place_of(self.find(field, reference))
-            if place:
-                got = f"{quoted(result, str)} ({place})"
-            else:
-                got = result
+            place = place_of(import_object(field, reference))
+            got = f"{quoted(result, str)} ({place})" if place else result
             raise UserError(field, rule, got, "see docs/plugins.md") from error
 
 
@@ -131,32 +112,23 @@ class WeightedPlugin(Plugin):
     def check_reference(self, text: str) -> str:
         """Return a reference with its weight, the path in it absolute."""
         reference, at, weight = self._split(text)
-        if weight:
-            try:
-                is_finite = math.isfinite(float(weight))
-            except ValueError:
-                is_finite = False
-            if not is_finite:
-                raise ValueError(f"must have a number as its weight after @, which '{weight}' is not")
-        reference = super().check_reference(reference)
-        if weight:
-            return f"{reference}{at}{weight}"
-        return reference
+        try:
+            is_number = not weight or math.isfinite(float(weight))
+        except ValueError:
+            is_number = False
+        if not is_number:
+            raise ValueError(f"must have a number as its weight after @, which '{weight}' is not")
+        return super().check_reference(reference) + at + weight
 
     def load_weighted(self, field: str, text: str) -> tuple[str, float, Any]:
         """Return name, weight and object; the object of one of our own `names` is None. Raises as `load` does."""
         reference, _, weight = self._split(text)
-        if reference in self.names:
-            found = None
-        else:
-            found = self.load(field, reference)
+        found = None if reference in self.names else self.load(field, reference)
         return plugin_name(reference), float(weight or 1), found
 
     @staticmethod
     def _split(text: str) -> tuple[str, str, str]:
-        if "@" in text:
-            return text.rpartition("@")
-        return (text, "", "")
+        return text.rpartition("@") if "@" in text else (text, "", "")
 
 
 def is_reference(value: object) -> bool:
@@ -167,6 +139,7 @@ def is_reference(value: object) -> bool:
 def check_parameters(field: str, reference: str, found: Callable[..., Any], parameters: Sequence[str]) -> None:
     """Raise `UserError` if what a reference names cannot be called with these parameters."""
     try:
+        # By position: names of parameters are the author's.
         inspect.signature(found).bind(*parameters)
     except TypeError as error:
         rule = f"'{reference}' must take {', '.join(parameters) or 'no arguments'}"
@@ -199,6 +172,7 @@ def give(found: object) -> str:
     """
     module = getattr(found, "__module__", None)
     name = getattr(found, "__qualname__", "")
+    # Another process imports a module by its name, and has a `__main__` of its own.
     if module and module != "__main__" and getattr(sys.modules.get(module), name, None) is found:
         return f"{module}:{name}"
     return f"{given.__name__}:{given.keep(found)}"
@@ -221,6 +195,7 @@ def import_object(field: str, reference: str) -> object:
         raise
     except CODE_FAULTS as error:
         raise UserError(field, f"'{place}' must import", import_cause(error), _import_fix(error, place)) from error
+    # Not `getattr`: a module may define `__getattr__`, which runs code for any name.
     names = vars(module)
     if name in names:
         return names[name]
@@ -234,6 +209,7 @@ def import_object(field: str, reference: str) -> object:
 @contextlib.contextmanager
 def _not_by_itself(field: str, place: str) -> Iterator[None]:
     """Raise `UserError` if a module is used by its own import: a script would begin its run again in each worker."""
+    # Two threads may import one module at the same time: Python makes one wait.
     being_imported = place, threading.get_ident()
     if being_imported in _BEING_IMPORTED:
         fix = 'put what its file runs under `if __name__ == "__main__":`'
@@ -253,6 +229,7 @@ def _import_file(path: Path) -> ModuleType:
     changed = path.stat().st_mtime_ns
     if path in _FILES and _FILES[path][0] == changed:
         return _FILES[path][1]
+    # Two files named my.py in two folders are two modules.
     digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
     spec = importlib.util.spec_from_file_location(f"{path.stem}_{digest}", path)
     assert spec is not None and spec.loader is not None, f"{path} does not end in .py"
@@ -261,6 +238,7 @@ def _import_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # Half a module must not be found by the next import.
         del sys.modules[spec.name]
         raise
     _FILES[path] = changed, module
@@ -270,11 +248,10 @@ def _import_file(path: Path) -> ModuleType:
 def place_of(function: object) -> str:
     """Return where a function, or the class of a callable object, is defined: "my.py:12"; empty for code in C."""
     found: Any = function.func if isinstance(function, functools.partial) else function
+    # A decorator's own line would not help its user.
     found = inspect.unwrap(found)
     code = getattr(found if hasattr(found, "__code__") else type(found).__call__, "__code__", None)
-    if code:
-        return f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-    return ""
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
 
 
 def import_cause(error: BaseException) -> str:
@@ -285,10 +262,7 @@ def import_cause(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)[1:]
         if "importlib" not in frame.filename and frame.filename != __file__
     ]
-    if frames:
-        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
-    else:
-        place = ""
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     if isinstance(error, FileNotFoundError) and error.filename:  # the module's own file
         return "no such file"
     return f"{type(error).__name__}: {error}{place}"
@@ -300,6 +274,7 @@ def _import_fix(error: BaseException, place: str) -> str:
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return "fix the module"
     module, _, attribute = place.rpartition(".")
+    # Python writes module.NAME where a reference has a colon.
     if place == error.name and f"'{module}' is not a package" in str(error):
         return f"write a colon before the name: {module}:{attribute}"
     if place == error.name or place.startswith(f"{error.name}."):

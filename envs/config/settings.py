@@ -67,6 +67,7 @@ def leaves(model: type[BaseModel], path: FieldPath = ()) -> Iterator[tuple[Field
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """Return the model of a field that is a section; None for other fields."""
     annotation = field.annotation
+    # `list[int]` is no type for `issubclass`, which raises.
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return None
@@ -109,8 +110,10 @@ def words_of(annotation: Any) -> list[str]:
         return words_of(get_args(annotation)[0])
     if get_origin(annotation) not in (Union, UnionType):
         return []
+    # None is written as an empty value, and a reference as what it names.
     kinds = [part for part in get_args(annotation) if part is not type(None) and not takes_references(part)]
     parts = [words_of(part) for part in kinds]
+    # A union with a kind of free text, such as float, has no complete list of words.
     if all(parts):
         return [word for part in parts for word in part]
     return []
@@ -163,7 +166,9 @@ def validate(model: type[M], settings: Settings) -> M:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
+        # pydantic names one error for each kind of a union: all of one field are one rule.
         first, *others = error.errors()
+        # The place of an error may lead further, into a tuple or a union of the field.
         path = next((p for p in fields if p == first["loc"][: len(p)]), ())
         same = [first, *(each for each in others if path and each["loc"][: len(path)] == path)]
         rules = [each["msg"].replace("Input should be", "must be").replace("Value error, ", "") for each in same]
@@ -199,6 +204,7 @@ def with_absolute_paths(config: M) -> M:
 
 def _emptied(field: FieldInfo, value: Any) -> Any:
     """Return the meaning of an empty value: None if the field allows it, no items for a list, else the empty text."""
+    # What a shell, a file and a variable give for nothing.
     if value in ("", None, [""], []):
         if type(None) in get_args(field.annotation):
             return None

@@ -83,6 +83,7 @@ class Sources:
 
     def find(self, name: str) -> Path:
         """Return the file that `--config` names: a ready configuration, or a path."""
+        # A ready name wins over a file of that name in the working directory.
         known = {file.stem: file for file in sorted(self.ready.glob("*.yaml"))}
         file = known.get(name, Path(name))
         if not file.is_file():
@@ -100,9 +101,9 @@ class Sources:
     def read_variables(self, model: type[BaseModel], environ: Mapping[str, str]) -> Settings:
         """Return the settings of the environment variables. Raises `UserError` for a variable that no field has."""
         fields = {PREFIX + path[-1].upper(): (path, field) for path, field in leaves(model)}
-        known = (
-            {PREFIX + path[-1].upper() for path, _ in leaves(self.shared or model)} | fields.keys() | {*self.secrets}
-        )
+        others = {PREFIX + path[-1].upper() for path, _ in leaves(self.shared or model)}
+        # An exported variable of a command must not stop the commands that lack its setting.
+        known = others | fields.keys() | {*self.secrets}
         settings: Settings = {}
         for name, text in sorted(environ.items()):
             if name in fields:
@@ -122,24 +123,18 @@ class Sources:
         """
         name = flag.lstrip("-+~").replace("-", "_").lower()
         fields = {path[-1]: (path, field) for path, field in leaves(model)}
-        for path, field in fields.values():
-            if not has_flag(field) and path[-1] in (name, name.removeprefix("no_")):
-                return f"it has no flag: {in_file(path)}, or set {PREFIX}{path[-1].upper()}"
+        for own in (name, name.removeprefix("no_")):
+            if own in fields and not has_flag(fields[own][1]):
+                return f"it has no flag: {in_file(fields[own][0])}, or set {PREFIX}{own.upper()}"
         programs = self.other_names()
         for own in dict.fromkeys(names[name] for names in programs.values() if name in names):
             if own in fields:
-                users = [user for user, names in programs.items() if names.get(name) == own]
+                users = " and ".join(user for user, names in programs.items() if names.get(name) == own)
                 path, field = fields[own]
-                place = flag_of(own, field)
-                if not has_flag(field):
-                    place = f"{'.'.join(path)} of a --config file"
-                described = f"{place} here: {field.description}"
-                return f"{flag} of {' and '.join(users)} is {described}"
-        short = name.rpartition(".")[2]
-        reason = self.no_counterpart().get(short)
-        if reason:
-            return f"{flag} has no counterpart here: {reason}"
-        return ""
+                place = flag_of(own, field) if has_flag(field) else f"{'.'.join(path)} of a --config file"
+                return f"{flag} of {users} is {place} here: {field.description}"
+        reason = self.no_counterpart().get(name.rpartition(".")[2])
+        return f"{flag} has no counterpart here: {reason}" if reason else ""
 
     def read_base(self, model: type[BaseModel], above: Settings) -> Settings:
         """Return the settings of the run folder to resume or to inherit from, if the layers above name one."""
@@ -155,6 +150,7 @@ class Sources:
                 found = self._of_run(model, file, setting)
             else:
                 found = {}
+            # What the new run says itself is no inheritance, and is not judged as a stranger's.
             taken = {p: value for p, value in found.items() if is_under(p, self.inherited) and p not in above}
             return self._without_code(model, taken)
         return {}
@@ -173,6 +169,7 @@ class Sources:
         fields = dict(leaves(model))
         for path, setting in found.items():
             kind = fields[path].annotation
+            # One of our own words, such as grpo, names no code of a stranger.
             if setting.value and takes_references(kind) and setting.value not in words_of(kind):
                 flag = flag_of(path[-1], fields[path])
                 rule = "names code, which is not run because a recording says so"

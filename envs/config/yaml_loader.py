@@ -28,6 +28,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
         """Return the mapping. Raises `yaml.constructor.ConstructorError` for a repeated key, or one that is a list."""
         seen: set[str] = set()
         for key, _ in node.value:
+            # A list or a mapping cannot be a key of a dict.
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a key must be one value", key.start_mark)
             if str(key.value) in seen:
@@ -40,13 +41,12 @@ def _num_values(node: yaml.Node, counts: dict[yaml.Node, float]) -> float:
     """Return how many values a node stands for, itself included; infinity where it is inside itself."""
     if isinstance(node, yaml.ScalarNode):
         return 1
+    # An alias is the same node again: counted once, added each time.
     if node not in counts:
         counts[node] = math.inf  # while its parts are counted
-        is_mapping = isinstance(node, yaml.MappingNode)
-        if is_mapping:
+        parts = node.value
+        if isinstance(node, yaml.MappingNode):
             parts = [part for pair in node.value for part in pair]
-        else:
-            parts = node.value
         counts[node] = 1 + sum(_num_values(part, counts) for part in parts)
     return counts[node]
 
@@ -60,16 +60,7 @@ def load_yaml(text: str, place: str, loader: type[UniqueKeyLoader] = UniqueKeyLo
     except ValueError as error:  # a number with too many digits, or a date such as 2026-13-01
         raise UserError(place, "must be YAML", first_line(error), "put the value into quotes") from error
     except yaml.YAMLError as error:
-        if isinstance(error, yaml.MarkedYAMLError):
-            mark = error.problem_mark
-        else:
-            mark = None
-        if mark is None:
-            where = place
-        else:
-            where = f"{place} line {mark.line + 1}"
-        if isinstance(error, yaml.MarkedYAMLError):
-            got = error.problem
-        else:
-            got = str(error)
+        mark = getattr(error, "problem_mark", None)
+        where = f"{place} line {mark.line + 1}" if mark else place
+        got = getattr(error, "problem", None) or str(error)
         raise UserError(where, "must be YAML", got, "fix the line") from error

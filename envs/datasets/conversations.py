@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from envs.datasets.prompts import DEFAULT_KEYS, DataKeys, add_system_prompt, read_messages, with_images
+from envs.datasets.prompts import DEFAULT_KEYS, DataKeys, add_system_prompt, read_messages
 from envs.datasets.rows import RowSource, open_rows, read_tools
-from envs.datasets.samples import RowSamples, image_access
+from envs.datasets.samples import RowSamples
 from envs.errors import UserError
-from envs.images import decode_image
+from envs.images import ImageAccess
 from envs.types import Message, Sample, SampleSource
 
 #: The placeholder of the answer in an answer format.
@@ -65,7 +65,6 @@ class ConversationOptions:
     default_system_prompt: str = ""
     default_tools: tuple[Mapping[str, Any], ...] = ()
     allow_outside_images: bool = False
-    allow_remote_images: bool = False
 
 
 class ConversationRows:
@@ -80,12 +79,10 @@ class ConversationRows:
     def __init__(self, source: RowSource, options: ConversationOptions, limit: int | None = None) -> None:
         self._source = source
         self._options = options
-        if limit is None:
-            self._size = len(source.rows)
-        else:
-            self._size = min(limit, len(source.rows))
+        self._size = min(limit or len(source.rows), len(source.rows))
         prompt = options.system_prompt or options.default_system_prompt or None
-        self._access = image_access(source, options.allow_outside_images, options.allow_remote_images)
+        self._access = ImageAccess(source.root, options.allow_outside_images)
+        # Rows with a problem are read as reinforcement learning reads them, so both train on the same text.
         self._problems = RowSamples(source, options.keys, prompt, self._access, self._size)
 
     def __len__(self) -> int:
@@ -95,23 +92,21 @@ class ConversationRows:
         row = self._source.rows[index]
         where = f"{self._source.name} row {index}"
         options = self._options
-        given = self._source.as_given(row.get(options.tools_key))
-        tools = read_tools(given, f"{where} {options.tools_key}") or options.default_tools
+        tools = read_tools(row.get(options.tools_key), f"{where} {options.tools_key}") or options.default_tools
+        # In parquet, a file that mixes both kinds of rows has both columns in every row.
         if row.get(options.messages_key) is None:
             if options.keys.prompt not in row:
                 rule = f"must hold messages under '{options.messages_key}', or a problem under '{options.keys.prompt}'"
                 raise UserError(where, rule, f"keys {', '.join(row)}", "name the column with --messages-key")
-            sample = self._problems.record(index).to_sample()
-            return Conversation(where, answered(sample, options.answer_format), tools)
+            return Conversation(where, answered(self._problems[index], options.answer_format), tools)
         keys = replace(options.keys, prompt=options.messages_key)
-        messages, images, fields = read_messages(row, keys, where, self._access)
-        messages = self._source.as_given(messages)
-        raw_images = [decode_image(image, field) for image, field in zip(images, fields, strict=True)]
-        return Conversation(where, tuple(self._prompted(with_images(messages, raw_images))), tools)
+        messages = read_messages(row, keys, where, self._access)
+        return Conversation(where, tuple(self._prompted(messages)), tools)
 
     def _prompted(self, messages: Sequence[Message]) -> Sequence[Message]:
         if self._options.system_prompt:
             return add_system_prompt(messages, self._options.system_prompt)
+        # The environment's prompt is for rows that bring none: theirs was written for their answers.
         if self._options.default_system_prompt and messages[0]["role"] != "system":
             return add_system_prompt(messages, self._options.default_system_prompt)
         return messages

@@ -28,6 +28,7 @@ def hub_problem(name: str, kind: Literal["model", "dataset"]) -> str:
     if constants.HF_HUB_OFFLINE:  # then the libraries answer at once
         return ""
     try:
+        # A copy works without network, and an answer of the hub would cost a request in every process.
         if Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind), "snapshots").is_dir():
             return ""
         HfApi().repo_info(name, repo_type=kind, timeout=ASK_S)

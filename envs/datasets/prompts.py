@@ -1,4 +1,4 @@
-"""Reads the chat messages of a row, with its images located and placeholders in their places."""
+"""Reads the chat messages of a row, with its decoded images in the places of their placeholders."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
-
-from envs.datasets.rows import readable_items
 from envs.errors import UserError
-from envs.images import ImageAccess, ImageSource, find_image, held_image
+from envs.images import ImageAccess, held_image, load_image
 from envs.types import Message, content_parts
 
 PLACEHOLDER = "<image>"
@@ -59,41 +56,27 @@ def column_fix(flag: str, key: str, columns: Iterable[str]) -> str:
     return f"name the column with {flag}"
 
 
-def read_messages(
-    row: Mapping[str, Any], keys: DataKeys, where: str, access: ImageAccess
-) -> tuple[list[Message], tuple[ImageSource, ...], tuple[str, ...]]:
-    """Return (messages, images, fields): messages with placeholders, the located images, and their names in errors.
-
-    The images are those of the images column, or those in the parts of the messages.
+def read_messages(row: Mapping[str, Any], keys: DataKeys, where: str, access: ImageAccess) -> list[Message]:
+    """Return the messages of a row with its images, which stand in the images column or in parts of the messages.
 
     Raises:
-        UserError: the row has no messages, images in both places, or fewer or more placeholders than images.
+        UserError: the row has no messages, images in both places or bad ones, or other numbers of placeholders and
+            images.
     """
-    prompt, shown = _without_images(value_at(row, keys.prompt))
-    if shown and row.get(keys.images):
+    messages = _parse_prompt(row, keys.prompt, where)
+    parts = [part for message in messages for part in message["content"]]
+    shown = [part["image"] for part in parts if "image" in part]
+    if not shown:
+        return _with_images(messages, _image_values(row, keys, where), f"{where} {keys.images}", where, access)
+    if row.get(keys.images):
         rule = f"must have its images in the messages or under '{keys.images}'"
         raise UserError(where, rule, "both", "remove one of the two")
-    values, column = (shown, f"{keys.prompt} image") if shown else (_image_values(row, keys, where), keys.images)
-    fields = tuple(f"{where} {column}[{index}]" for index in range(len(values)))
-    images = tuple(find_image(value, field, access) for value, field in zip(values, fields, strict=True))
-    return _place_images(_parse_prompt(prompt, row, keys.prompt, where), len(images), where), images, fields
-
-
-def with_images(messages: Sequence[Message], images: Sequence[Image.Image]) -> list[Message]:
-    """Return the messages with the placeholders filled with the images, in order."""
-    remaining = iter(images)
-
-    def fill(message: Message) -> Message:
-        if isinstance(message["content"], str):
-            return dict(message)
-        parts = [{**part, "image": next(remaining)} if part["type"] == "image" else part for part in message["content"]]
-        return {**message, "content": parts}
-
-    return [fill(message) for message in messages]
+    return _with_images(messages, shown, f"{where} {keys.prompt} image", where, access)
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
     """Return what a row holds under a key, a dot leading into a dict; None if it holds nothing there."""
+    # A column may itself have a dot in its name.
     if key in row or "." not in key:
         return row.get(key)
     column, _, rest = key.partition(".")
@@ -102,31 +85,12 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
     return None
 
 
-def _without_images(prompt: Any) -> tuple[Any, list[Any]]:
-    """Return a prompt whose parts of images are placeholders, and the values of those that held an image."""
-    images: list[Any] = []
-
-    def emptied(part: Any) -> Any:
-        if not isinstance(part, dict) or part.get("type") not in ("image", "image_url"):
-            return part
-        if held_image(part):
-            images.append(part)
-        return {"type": "image"}
-
-    def cleared(message: Any) -> Any:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-            return message
-        return {**message, "content": [emptied(part) for part in message["content"]]}
-
-    return ([cleared(message) for message in prompt] if isinstance(prompt, list) else prompt), images
-
-
 def _image_values(row: Mapping[str, Any], keys: DataKeys, where: str) -> list[Any]:
     """Return the values in the row's images column."""
     if keys.images not in row:
         # Without this check, images in a column of another name would silently be ignored.
-        names = ("image", "images")
-        others = [name for name, value in readable_items(row) if (value and name in names) or _is_stored_image(value)]
+        others = [name for name in ("image", "images") if row.get(name)]
+        others += [name for name, value in row.items() if _is_stored_image(value)]
         if others:
             fix = f"give {shlex.join(['--image-keys', others[0]])}"
             raise UserError(where, f"must hold its images under the images key '{keys.images}'", ", ".join(row), fix)
@@ -139,15 +103,15 @@ def _image_values(row: Mapping[str, Any], keys: DataKeys, where: str) -> list[An
 
 
 def _is_stored_image(value: object) -> bool:
-    if isinstance(value, list) and value:
-        values = value
-    else:
-        values = [value]
-    return all(isinstance(item, dict) and set(item) == {"bytes", "path"} for item in values)
+    """Return whether a value is an image as the data sets of Hugging Face store it, or a list of them."""
+    # An empty list has no image that could be lost.
+    values = value if isinstance(value, list) and value else [value]
+    return all(isinstance(item, dict) and "bytes" in item and item.keys() <= {"bytes", "path"} for item in values)
 
 
-def _parse_prompt(prompt: Any, row: Mapping[str, Any], key: str, where: str) -> list[Message]:
-    """Return the prompt as messages with placeholders converted to parts of type "image"."""
+def _parse_prompt(row: Mapping[str, Any], key: str, where: str) -> list[Message]:
+    """Return the prompt as messages whose content is a list of parts; a placeholder is a part without an image."""
+    prompt = value_at(row, key)
     if prompt is None and key not in row:
         fix = column_fix("--prompt-key", key, row)
         raise UserError(where, f"must hold a prompt under '{key}'", f"keys {', '.join(row)}", fix)
@@ -157,6 +121,7 @@ def _parse_prompt(prompt: Any, row: Mapping[str, Any], key: str, where: str) -> 
         fix = "give a text, or a list of {'role': ..., 'content': ...}"
         raise UserError(f"{where} {key}", "must be a text or a list of messages", prompt, fix)
     messages = [_parse_message(message, f"{where} {key}[{index}]") for index, message in enumerate(prompt)]
+    # Some chat templates raise without one, in the middle of a run.
     if all(message["role"] != "user" for message in messages):
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"{where} {key}", "must hold a user message", f"roles {roles}", "add one")
@@ -173,15 +138,15 @@ def _parse_message(message: object, field: str) -> Message:
         parts = _split_placeholders(content or "")
     else:
         raise UserError(f"{field} content", "must be a text or a list of parts", content, "give a text")
-    # Arrow gives every message the keys of all messages; missing ones are None.
+    # A chat template may take a key that is None, such as tool_calls, for one that is there.
     return {**{name: value for name, value in message.items() if value is not None}, "content": parts}
 
 
 def _parse_part(part: object, field: str) -> list[dict[str, Any]]:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return _split_placeholders(part["text"])
-    if isinstance(part, dict) and part.get("type") == "image" and part.get("image") is None:
-        return [{"type": "image"}]
+    if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
+        return [{"type": "image", "image": part} if held_image(part) else {"type": "image"}]
     fix = "give {'type': 'text', 'text': ...} or {'type': 'image'}, the images in their own column"
     raise UserError(f"{field} content", "must hold text parts and image placeholders", part, fix)
 
@@ -197,24 +162,34 @@ def _split_placeholders(text: str) -> list[dict[str, Any]]:
     return parts
 
 
-def _place_images(messages: Sequence[Message], num_images: int, where: str) -> list[Message]:
-    """Check that each image has a placeholder, or add placeholders if there are none; join text-only content."""
-    places = sum(part["type"] == "image" for message in messages for part in message["content"])
-    if places not in (0, num_images):
+def _with_images(
+    messages: Sequence[Message], values: Sequence[Any], field: str, where: str, access: ImageAccess
+) -> list[Message]:
+    """Return the messages with the images of `values` in the parts for images, or before the first user's text.
+
+    Content without an image becomes a text.
+    """
+    num_places = sum(part["type"] == "image" for message in messages for part in message["content"])
+    if num_places not in (0, len(values)):
         rule = f"must have as many {PLACEHOLDER} placeholders as images"
-        got = f"{places} placeholders and {num_images} images"
+        got = f"{num_places} placeholders and {len(values)} images"
         raise UserError(where, rule, got, "fix the row, or remove every placeholder to put the images first")
-    missing = [{"type": "image"} for _ in range(num_images - places)]
-    placed: list[Message] = []
+    # After the count: a wrong number of placeholders costs no decoding.
+    images = iter([load_image(value, f"{field}[{index}]", access) for index, value in enumerate(values)])
+    # Data sets without placeholders show the image before the question.
+    unplaced = [{"type": "image"}] * (len(values) - num_places)
+    filled: list[Message] = []
     for message in messages:
         parts = message["content"]
-        if missing and message["role"] == "user":
-            parts = [*missing, *parts]
-            missing = []
-        if all(part["type"] == "text" for part in parts):
-            parts = "".join(part["text"] for part in parts)
-        placed.append({**message, "content": parts})
-    return placed
+        if message["role"] == "user":
+            parts = [*unplaced, *parts]
+            unplaced = []
+        if any(part["type"] == "image" for part in parts):
+            content = [{**part, "image": next(images)} if part["type"] == "image" else part for part in parts]
+        else:
+            content = "".join(part["text"] for part in parts)
+        filled.append({**message, "content": content})
+    return filled
 
 
 def add_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[Message]:
@@ -223,6 +198,7 @@ def add_system_prompt(messages: Sequence[Message], system_prompt: str) -> list[M
         return [{"role": "system", "content": system_prompt}, *messages]
     own = messages[0]["content"]
     if isinstance(own, str):
+        # Templates know one system message, at the start.
         content: str | list[dict[str, Any]] = f"{system_prompt}\n\n{own}"
     else:
         content = [{"type": "text", "text": f"{system_prompt}\n\n"}, *content_parts(messages[0])]

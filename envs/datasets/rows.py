@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,11 +28,10 @@ if TYPE_CHECKING:
 SUFFIXES = (".parquet", ".jsonl", ".json")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_SPLIT_NAMES = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
-_IMAGE_FOLDER_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _SOURCES_FIX = f"give a {', '.join(SUFFIXES)} file, a folder of them, or a Hugging Face id such as hiyouga/geometry3k"
 
 
+# Not `Sequence`: a data set of Hugging Face has a length and an index, and neither `count` nor `index`.
 class Rows(Protocol):
     """Rows in order; each read returns a dict of plain Python values."""
 
@@ -62,145 +59,68 @@ class RowSource:
     #: Image paths are relative to this folder and must stay in it.
     root: Path
 
-    def as_given(self, value: Any) -> Any:
-        """Return a nested value of a row without what Arrow adds: each dict of a column gets the keys of all dicts."""
-        if isinstance(self.rows, ArrowRows):
-            return _without_none(value)
-        return value
-
 
 @dataclass(frozen=True)
 class ArrowRows:
-    """Rows of Arrow tables; `find` returns the table that holds the row at an index, and its place there."""
+    """Rows of a parquet file or of a data set of Hugging Face; `name` is theirs in errors.
+
+    A column of float32 gives the shortest decimal that float32 rounds to the same value: 18.8, where Arrow gives
+    18.799999237060547, which no grader takes for 18.8.
+    """
 
     name: str
-    find: Callable[[int], tuple[pyarrow.Table, int]]
     size: int
+    #: Returns the row at an index, as a table of one row.
+    find: Callable[[int], pyarrow.Table]
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]:
-        table, place = self.find(index)
-        return ArrowRow(f"{self.name} row {index}", table, place)
-
-
-@dataclass(frozen=True, eq=False)
-class ArrowRow(Mapping[str, Any]):
-    """One row of an Arrow table. A value becomes a Python value when it is read, so unused columns may hold anything.
-
-    A float of less than 64 bits is read as the shortest decimal that its own type rounds to the same value: 18.8, where
-    Arrow gives 18.799999237060547.
-    """
-
-    where: str
-    table: pyarrow.Table
-    place: int
-
-    def __len__(self) -> int:
-        return len(self.table.column_names)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.table.column_names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.table.column_names
-
-    def __getitem__(self, name: str, /) -> Any:
-        """Return the value of a column. Raises `UserError` if Python cannot hold it, or two columns have the name."""
-        if name not in self:
-            raise KeyError(name)
-        kind = "two columns of this name"
+        """Return a row. Raises `UserError` if Python cannot hold a value of it, such as a date after the year 9999."""
         try:
-            column = self.table.column(name)
-            kind = str(column.type)
-            return _with_short_floats(column[self.place].as_py(), column.type)
+            found = self.find(index)
+            (row,) = found.to_pylist()
         except Exception as error:  # Arrow raises what the conversion of each type raises
-            got = f"{kind} ({first_line(error)})"
-            fix = "write the column as text or numbers, or name another column"
-            raise UserError(f"{self.where} {name}", "must be a value that Python can hold", got, fix) from error
-
-
-def readable_items(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the columns of a row with their values, without those whose values Python cannot hold."""
-    for name in row:
-        try:
-            value = row[name]
-        except UserError:
-            continue
-        yield name, value
+            fix = "write the column as text or numbers, or leave it out"
+            where = f"{self.name} row {index}"
+            raise UserError(where, "must have values that Python can hold", first_line(error), fix) from error
+        for field in found.schema:
+            narrow = _NARROW_FLOATS.get(str(field.type))
+            if narrow and row[field.name] is not None:
+                row[field.name] = float(str(narrow(row[field.name])))
+        return {name: _without_none(value) for name, value in row.items()}
 
 
 _NARROW_FLOATS = {"halffloat": np.float16, "float": np.float32}
 
 
-def _with_short_floats(value: Any, kind: pyarrow.DataType) -> Any:
-    """Return the Python form of an Arrow value with the short form of every narrow float in it."""
-    import pyarrow.types
-
-    if value is None or pyarrow.types.is_union(kind):
-        return value
-    if narrow := _NARROW_FLOATS.get(str(kind)):
-        return float(str(narrow(value)))
-    if pyarrow.types.is_struct(kind):
-        return {field.name: _with_short_floats(value[field.name], field.type) for field in kind}
-    if isinstance(kind, pyarrow.BaseExtensionType):
-        return _with_short_floats(value, kind.storage_type)
-    if pyarrow.types.is_dictionary(kind) or pyarrow.types.is_run_end_encoded(kind):
-        return _with_short_floats(value, kind.value_type)
-    if pyarrow.types.is_map(kind):
-        return [(key, _with_short_floats(item, kind.item_type)) for key, item in value]
+def _without_none(value: Any) -> Any:
+    """Return a nested value without what Arrow adds: it gives each dict of a column the keys of all dicts."""
+    if isinstance(value, dict):
+        return {name: _without_none(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_with_short_floats(item, kind.value_type) for item in value]
+        return [_without_none(item) for item in value]
     return value
 
 
 def read_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """Return tool schemas: those of a list, or a single one, each as it is or as JSON; none for an empty value.
+    """Return the tool schemas of a list, or of its JSON; none for an empty value.
 
     Raises:
         UserError: it is anything else.
     """
-    if isinstance(value, str):
-        value = _decoded(value, where)
-    if not value:
-        return ()
-    if isinstance(value, dict) and "function" in value:
-        tools = [value]
-    else:
-        tools = value
-    if isinstance(tools, list | tuple):
-        tools = [_decoded(tool, where) if isinstance(tool, str) else tool for tool in tools]
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    rule = "must be a list of tool schemas, or its JSON"
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise UserError(where, rule, json_fault(error), "fix the JSON") from error
+    tools = value or ()
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
         fix = 'give [{"type": "function", "function": {"name": ...}}]'
-        raise UserError(where, "must be a list of tool schemas, or its JSON", value, fix)
+        raise UserError(where, rule, value, fix)
     return tuple(tools)
-
-
-def are_tools(value: Any) -> bool:
-    """Return whether a value of a row holds tool schemas, and not other values such as names."""
-    if isinstance(value, dict):
-        return "function" in value
-    if isinstance(value, list) and value:
-        first = value[0]
-    else:
-        first = value
-    return isinstance(first, dict) or (isinstance(first, str) and first.lstrip().startswith(("[", "{")))
-
-
-def _decoded(text: str, where: str) -> Any:
-    try:
-        if text.strip():
-            return load_json(text)
-        return None
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            where, "must be a list of tool schemas, or its JSON", json_fault(error), "fix the JSON"
-        ) from error
-
-
-class _RepeatedKey(ValueError):
-    """An object has a key twice, of which Python would take the last value in silence."""
 
 
 def json_fault(error: ValueError | RecursionError) -> str:
@@ -209,17 +129,7 @@ def json_fault(error: ValueError | RecursionError) -> str:
         return f"{error.msg} at column {error.colno}"
     if isinstance(error, RecursionError):
         return "lists that nest too deeply"
-    if isinstance(error, _RepeatedKey):
-        return str(error)
     return "a number with too many digits"
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_none(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    return value
 
 
 def check_is_a_source(source: str) -> None:
@@ -227,6 +137,7 @@ def check_is_a_source(source: str) -> None:
     if not source.strip():
         raise UserError("data source", "must not be empty", source, _SOURCES_FIX)
     path = Path(source)
+    # A name such as geo3k/train.jsonl has the form of an id, and is a file that is missing.
     is_id = bool(_HUB_ID.fullmatch(source)) and path.suffix not in SUFFIXES
     if not (is_id or path.is_file() or path.is_dir() or source.startswith(f"{given.__name__}:")):
         raise UserError(source, "no such file, folder or Hugging Face id", source, _SOURCES_FIX)
@@ -255,27 +166,26 @@ def open_rows(source: str, split: str) -> RowSource:
 
 def _plain_rows(rows: Any) -> Rows:
     """Return the rows that Python code gave: a list of dicts, or a data set. Raises `UserError` if they are none."""
+    # Who gives such an object has imported the library, which takes a second to import.
     if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset):
         return _arrow_rows(rows, "data")
-    if hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str | bytes | Mapping):
-        wrong = next((row for row in (rows[i] for i in range(len(rows))) if not isinstance(row, Mapping)), None)
-        if wrong is None:
-            return rows
-        raise UserError("data", "must hold dicts", type(wrong).__name__, 'write {"problem": ..., "answer": ...}')
-    raise UserError("data", "must be a list of dicts", type(rows).__name__, "give a list, a file or a hub id")
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, str | bytes | Mapping):
+        raise UserError("data", "must be a list of dicts", type(rows).__name__, "give a list, a file or a hub id")
+    for index in range(len(rows)):
+        if not isinstance(rows[index], Mapping):
+            got = type(rows[index]).__name__
+            raise UserError("data", "must hold dicts", got, 'write {"problem": ..., "answer": ...}')
+    return rows
 
 
 def _open_folder(folder: Path, split: str) -> RowSource:
-    name, stem = folder.resolve().name, f"{folder.resolve().name}-{split}"
+    name = folder.resolve().name
+    stem = f"{name}-{split}"
+    # The two files that `save_to_disk` writes for several splits and for one.
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return RowSource(_load_saved(folder, split, name), name, stem, folder)
-    if any(file.name in _IMAGE_FOLDER_FILES for depth in ("metadata.*", "*/metadata.*") for file in folder.glob(depth)):
-        loaded = _load_hugging_face("imagefolder", split, str(folder), folder)
-        return RowSource(_arrow_rows(loaded, name), name, stem, folder)
-    files = _data_files(folder) or _data_files(folder / "data")
-    if not files:
-        raise UserError(str(folder), "must hold a data set", "a folder without one", _SOURCES_FIX)
-    files = _of_split(files, split, folder)
+    files = _files_of(folder, split)
+    # One of the two may be a conversion of the other: all of them together would hold each row twice.
     if len({file.suffix for file in files}) > 1:
         names = ", ".join(file.name for file in files)
         raise UserError(str(folder), f"must hold the split '{split}' in one format", names, "give one of the files")
@@ -285,21 +195,18 @@ def _open_folder(folder: Path, split: str) -> RowSource:
     return RowSource(_read_files(files, name), name, stem, files[0].parent)
 
 
-def _data_files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES and file.is_file())
-
-
-def _of_split(files: Sequence[Path], split: str, folder: Path) -> list[Path]:
-    """Return the files of a split (train.jsonl, train-00000-of-00002.parquet), or all if no file names a split."""
-
-    def named(file: Path, name: str) -> bool:
-        return re.fullmatch(rf"{re.escape(name)}([-._]\d.*)?", file.stem) is not None
-
-    chosen = [file for file in files if named(file, split)]
-    if not chosen and any(named(file, name) for file in files for name in _SPLIT_NAMES):
-        fix = did_you_mean(split, {re.sub(r"[-._]\d.*", "", file.stem) for file in files})
+def _files_of(folder: Path, split: str) -> list[Path]:
+    """Return the files of a split in a folder or its `data`, in order: train.jsonl, train-00000-of-00002.parquet."""
+    there = [*sorted(folder.glob("*")), *sorted(folder.glob("data/*"))]
+    # The number of a shard follows the split's name.
+    splits = {file: re.sub(r"[-._]\d.*", "", file.stem) for file in there if file.suffix in SUFFIXES}
+    if not splits:
+        raise UserError(str(folder), "must hold a data set", "a folder without one", _SOURCES_FIX)
+    files = [file for file, name in splits.items() if name == split]
+    if not files:
+        fix = did_you_mean(split, set(splits.values()))
         raise UserError(str(folder), "must hold a file of the requested split", split, fix)
-    return chosen or list(files)
+    return files
 
 
 def _read_files(files: Sequence[Path], name: str) -> Rows:
@@ -321,62 +228,46 @@ def _read_parquet(files: Sequence[Path], name: str) -> Rows:
     import pyarrow.parquet
 
     try:
-        # Unlike `read_table`, this adds no columns from the names of folders and takes two columns of one name.
+        # Unlike `read_table`, this adds no columns from the names of folders.
         tables = [pyarrow.parquet.ParquetFile(file, memory_map=True).read() for file in files]
+        table = pyarrow.concat_tables(tables, promote_options="permissive")
     except (OSError, pyarrow.ArrowException) as error:
         names = ", ".join(file.name for file in files)
         raise UserError(names, "must be readable parquet", first_line(error), "write the file again") from error
-    ends = [*accumulate(table.num_rows for table in tables)]
-
-    def find(index: int) -> tuple[pyarrow.Table, int]:
-        number = bisect_right(ends, index)
-        return tables[number], index - ends[number] + tables[number].num_rows
-
-    return ArrowRows(name, find, ends[-1])
+    return ArrowRows(name, table.num_rows, lambda index: table.slice(index, 1))
 
 
 def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = []
+    # Not `splitlines`, which also splits at characters such as U+2028, legal inside of a JSON text.
     for number, line in enumerate(_read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            row = load_json(line)
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
             rule = f"must be one JSON object ({json_fault(error)})"
             raise UserError(f"{file.name} line {number}", rule, line[:60], "fix the line") from error
         if not isinstance(row, dict):
-            raise UserError(
-                f"{file.name} line {number}", "must be one JSON object", line[:60], 'write {"problem": ...}'
-            )
+            where = f"{file.name} line {number}"
+            raise UserError(where, "must be one JSON object", line[:60], 'write {"problem": ...}')
         rows.append(row)
     return rows
 
 
 def _read_json(file: Path) -> list[Mapping[str, Any]]:
     try:
-        data = load_json(_read_text(file))
+        rows = json.loads(_read_text(file))
     except (ValueError, RecursionError) as error:
+        where = file.name
+        fix = "fix it"
         if isinstance(error, json.JSONDecodeError):
-            line = f" line {error.lineno}"
-        else:
-            line = ""
-        is_lines = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
-        if is_lines:
-            fix = "a file with one object a line must end in .jsonl"
-        else:
-            fix = "fix it"
-        raise UserError(f"{file.name}{line}", "must be JSON", json_fault(error), fix) from error
-    if isinstance(data, dict):
-        rows = data.get("data")
-    else:
-        rows = data
+            where += f" line {error.lineno}"
+            if error.msg == "Extra data":
+                fix = "a file with one object a line must end in .jsonl"
+        raise UserError(where, "must be JSON", json_fault(error), fix) from error
     if not isinstance(rows, list):
-        if isinstance(data, dict):
-            got = f"an object with the keys {', '.join(data)}"
-        else:
-            got = type(data).__name__
-        raise UserError(file.name, 'must be a list of rows or {"data": [...]}', got, "put the rows into a list")
+        raise UserError(file.name, "must be a list of rows", type(rows).__name__, "put the rows into a list")
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
             raise UserError(
@@ -385,32 +276,16 @@ def _read_json(file: Path) -> list[Mapping[str, Any]]:
     return rows
 
 
-def load_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises `ValueError`, also where an object has a key twice, `RecursionError`."""
-    return json.loads(text, object_pairs_hook=_each_key_once)
-
-
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of its keys and values. Raises `_RepeatedKey`."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _RepeatedKey(f"the key {twice!r:.40} stands twice")
-    return found
-
-
 def _read_text(file: Path) -> str:
     try:
+        # Windows begins UTF-8 with a mark, which would be a part of the first key.
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(
-            file.name, "must be UTF-8 text", f"{error.reason} at byte {error.start}", "save it as UTF-8"
-        ) from error
+        got = f"{error.reason} at byte {error.start}"
+        raise UserError(file.name, "must be UTF-8 text", got, "save it as UTF-8") from error
     except OSError as error:
-        raise UserError(
-            file.name, "must be readable", first_line(error), "check the file and its permissions"
-        ) from error
+        fix = "check the file and its permissions"
+        raise UserError(file.name, "must be readable", first_line(error), fix) from error
 
 
 def _load_saved(folder: Path, split: str, name: str) -> Rows:
@@ -434,20 +309,21 @@ def _open_hub(name: str, split: str) -> RowSource:
     if problem := hub_problem(name, "dataset"):
         raise UserError(name, "must be a data set of the hub, or a file or folder here", name, problem)
     shown = f"{name}[{split}]"
-    rows = _arrow_rows(_load_hugging_face(name, split, name), shown)
+    rows = _arrow_rows(_load_hugging_face(name, split), shown)
     # The library's own paths point into its cache; a row must not name any other file.
     return RowSource(rows, shown, f"{name.split('/')[-1]}-{split}", Path(config.HF_CACHE_HOME))
 
 
-def _load_hugging_face(name: str, split: str, shown: str, folder: Path | None = None) -> datasets.Dataset:
+def _load_hugging_face(name: str, split: str) -> datasets.Dataset:
     import datasets
 
     try:
-        loaded = datasets.load_dataset(name, split=split, data_dir=None if folder is None else str(folder))
+        loaded = datasets.load_dataset(name, split=split)
     # The library raises errors of many HTTP, file system and parser packages.
     except Exception as error:
         fix = "check the name, the split and the network, or give a local file"
-        raise UserError(shown, f"must load with the split '{split}'", first_line(error), fix) from error
+        raise UserError(name, f"must load with the split '{split}'", first_line(error), fix) from error
+    # Without `split` it would be a dict of data sets, and with streaming a data set without a length.
     assert isinstance(loaded, datasets.Dataset), f"split='{split}' gave {type(loaded).__name__}, not one data set"
     return loaded
 
@@ -455,4 +331,4 @@ def _load_hugging_face(name: str, split: str, shown: str, folder: Path | None = 
 def _arrow_rows(dataset: datasets.Dataset, name: str) -> Rows:
     # The arrow format returns images as stored ({bytes, path}); the default format would decode each one.
     table = dataset.with_format("arrow")
-    return ArrowRows(name, lambda index: (table[index], 0), len(dataset))
+    return ArrowRows(name, len(dataset), lambda index: table[index : index + 1])

@@ -6,7 +6,6 @@ holds the rows in their stored form; reading a sample decodes its images again.
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -14,52 +13,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from envs.datasets.prompts import (
-    DEFAULT_KEYS,
-    DataKeys,
-    add_system_prompt,
-    column_fix,
-    read_messages,
-    value_at,
-    with_images,
-)
-from envs.datasets.remote_images import remote_images
-from envs.datasets.rows import RowSource, are_tools, json_fault, load_json, open_rows, read_tools, readable_items
+from envs.datasets.prompts import DEFAULT_KEYS, DataKeys, add_system_prompt, column_fix, read_messages, value_at
+from envs.datasets.rows import RowSource, open_rows, read_tools
 from envs.errors import UserError, first_line
 from envs.grading.extraction import extract_boxed
-from envs.images import ImageAccess, ImageSource, decode_image
-from envs.types import Message, Sample, SampleSource
-
-logger = logging.getLogger(__name__)
+from envs.images import ImageAccess
+from envs.types import Sample, SampleSource
 
 #: Rows checked at once; bounds the number of encoded images that wait for a thread.
 _CHECKED_AT_ONCE = 256
 #: Number of samples whose decoded images stay in memory.
 _KEPT_DECODED = 16
-
-
-@dataclass(frozen=True)
-class Record:
-    """One checked row: a sample whose images are not decoded yet; parts of type "image" are placeholders."""
-
-    id: str
-    messages: tuple[Message, ...]
-    images: tuple[ImageSource, ...]
-    image_fields: tuple[str, ...]
-    label: str
-    metadata: Mapping[str, Any]
-
-    def decode_images(self) -> list[Image.Image]:
-        return [decode_image(image, field) for image, field in zip(self.images, self.image_fields, strict=True)]
-
-    def to_sample(self) -> Sample:
-        messages = with_images(self.messages, self.decode_images())
-        return Sample(self.id, tuple(messages), self.label, self.metadata)
 
 
 class RowSamples:
@@ -76,33 +42,32 @@ class RowSamples:
         self._size = size
         self._system_prompt = system_prompt
         self._access = access
-        self._cached_sample = lru_cache(_KEPT_DECODED)(lambda index: self.record(index).to_sample())
+        # The episodes of a group read the same sample one after the other.
+        self._cached_sample = lru_cache(_KEPT_DECODED)(self._read)
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> Sample:
+        # `range` takes negative indices and raises IndexError, as a list does.
         return self._cached_sample(range(self._size)[index])
 
-    def record(self, index: int) -> Record:
-        """Return the checked row at `index`; its images are located but not decoded."""
+    def _read(self, index: int) -> Sample:
         row = self._source.rows[index]
         where = f"{self._source.name} row {index}"
-        messages, images, fields = read_messages(row, self._keys, where, self._access)
+        messages = read_messages(row, self._keys, where, self._access)
         if self._system_prompt is not None:
             messages = add_system_prompt(messages, self._system_prompt)
         row_id = row.get("id")
-        return Record(
+        return Sample(
             id=f"{self._source.stem}-{index}" if row_id is None else str(row_id),
-            messages=tuple(messages),
-            images=images,
-            image_fields=fields,
+            prompt=tuple(messages),
             label=_parse_answer(row, self._keys.answer, where),
-            metadata=_metadata(row, self._keys, self._source, where),
+            metadata=_metadata(row, self._keys, where),
         )
 
     def check(self) -> None:
-        """Parse every row and decode every image, each path once; raise the `UserError` of the first bad row."""
+        """Read every row with its images; raise the `UserError` of the first bad row."""
         key = self._keys.images
         rows = self._source.rows
         # A text-only set may lack the default key; a key that the user named must exist.
@@ -110,29 +75,16 @@ class RowSamples:
             rule = f"must hold the images key '{key}' in some row"
             got = f"keys {', '.join(rows[0])}"
             raise UserError(self._source.name, rule, got, column_fix("--image-keys", key, rows[0]))
-        decoded = set[Path]()
-        boxed = list[int]()
-
-        def check_row(index: int) -> None:
-            record = self.record(index)
-            if "\\boxed" in str(value_at(rows[index], self._keys.answer)) and "\\boxed" not in record.label:
-                boxed.append(index)
-            for image, field in zip(record.images, record.image_fields, strict=True):
-                if isinstance(image, Path) and image in decoded:
-                    continue
-                decode_image(image, field)
-                if isinstance(image, Path):
-                    decoded.add(image)
-
+        # Pillow releases the interpreter while it decodes.
         with ThreadPoolExecutor() as pool:
             for start in range(0, self._size, _CHECKED_AT_ONCE):
                 stop = min(start + _CHECKED_AT_ONCE, self._size)
-                for _ in pool.map(check_row, range(start, stop)):
+                for _ in pool.map(self._has_read, range(start, stop)):
                     pass
-        if boxed:
-            name = self._source.name
-            key = self._keys.answer
-            logger.info(rf"{name}: {len(boxed)} labels under '{key}' are \boxed{{x}}; the label is x")
+
+    def _has_read(self, index: int) -> bool:
+        """Read a sample without keeping it: the decoded images of a whole data set do not fit into memory."""
+        return self._read(index) is not None
 
 
 def load_samples(
@@ -141,18 +93,17 @@ def load_samples(
     keys: DataKeys = DEFAULT_KEYS,
     system_prompt: str | None = None,
     allow_outside_images: bool = False,
-    allow_remote_images: bool = False,
     limit: int | None = None,
     split: str = "train",
 ) -> RowSamples:
     """Load a data set and check all of it, images included (about 3 ms an image and core).
 
-    `source` is a .parquet, .jsonl or .json file (a list, or ``{"data": [...]}``), a folder of such files, a saved
-    Hugging Face data set, an image folder with a metadata file, or a Hugging Face id. `split` selects within a folder
-    or a set; `limit` takes only the first rows. The prompt is a text or a list of chat messages. Each ``<image>`` in it
-    is the placeholder of the next image; without any, the images come first in the first user message.
-    `system_prompt` precedes the row's own. Other columns with plain values or lists of them become the sample's
-    metadata, with the entries of a column `metadata`, also if it is JSON; `tools`, schemas or their JSON, is a list.
+    `source` is a .parquet, .jsonl or .json file (a list), a folder of such files, a saved
+    Hugging Face data set, or a Hugging Face id. `split` selects within a folder or a set; `limit` takes only the first
+    rows. The prompt is a text or a list of chat messages. Each ``<image>`` in it is the placeholder of the next image;
+    without any, the images come first in the first user message. `system_prompt` precedes the row's own. Other columns
+    with plain values or lists of them become the sample's metadata, with the entries of a column `metadata`; `tools`,
+    schemas or their JSON, is a list.
 
     Example::
 
@@ -163,24 +114,16 @@ def load_samples(
     Raises:
         UserError: a missing source or split, no rows, invalid JSON, or a row without prompt or answer, whose numbers of
             placeholders and images differ, or with an image that is missing, too large, damaged or outside the data
-            set's folder (unless `allow_outside_images`) or a URL (unless `allow_remote_images`, which downloads it).
+            set's folder (unless `allow_outside_images`).
     """
     if limit is not None and limit < 1:
         raise UserError("limit", "must be at least 1", limit, "omit it to take every row")
     rows = open_rows(source, split)
-    if limit is None:
-        size = len(rows.rows)
-    else:
-        size = min(limit, len(rows.rows))
-    access = image_access(rows, allow_outside_images, allow_remote_images)
+    size = min(limit or len(rows.rows), len(rows.rows))
+    access = ImageAccess(rows.root, allow_outside_images)
     samples = RowSamples(rows, keys, system_prompt, access, size)
     samples.check()
     return samples
-
-
-def image_access(source: RowSource, allow_outside: bool, allow_remote: bool) -> ImageAccess:
-    """Return what the images of a source's rows may name."""
-    return ImageAccess(source.root, allow_outside, remote_images().fetch if allow_remote else None)
 
 
 @dataclass(frozen=True)
@@ -246,13 +189,12 @@ def _parse_answer(row: Mapping[str, Any], key: str, where: str) -> str:
     if answer is None and key not in row:
         fix = column_fix("--answer-key", key, row)
         raise UserError(where, f"must hold an answer under '{key}'", f"keys {', '.join(row)}", fix)
-    # A table of floats turns a missing value into NaN.
     is_number = isinstance(answer, int | float | Decimal)
-    # An integer of over 308 digits is no float.
-    is_nan = is_number and answer != answer
-    is_finite = isinstance(answer, int) or (is_number and math.isfinite(answer))
-    if answer is None or (isinstance(answer, str) and not answer.strip()) or is_nan:
+    # A table of floats turns a missing value into NaN, the one number that differs from itself.
+    if answer is None or (isinstance(answer, str) and not answer.strip()) or (is_number and answer != answer):
         raise UserError(f"{where} {key}", "must not be empty", answer, "fill the answer in or drop the row")
+    # An integer of over 308 digits is no float.
+    is_finite = isinstance(answer, int) or (is_number and math.isfinite(answer))
     if not isinstance(answer, str) and not is_finite:
         raise UserError(f"{where} {key}", "must be a text or a finite number", answer, "give one answer as text")
     return unboxed(str(answer))
@@ -265,31 +207,26 @@ def unboxed(label: str) -> str:
     ('\\frac{1}{2}', 'Answer: \\boxed{5}')
     """
     inner = extract_boxed(label)
+    # Spaces in the box say nothing; a text around it would.
     if inner and "".join(label.split()) == f"\\boxed{{{''.join(inner.split())}}}":
         return inner
     return label
 
 
-def _metadata(row: Mapping[str, Any], keys: DataKeys, source: RowSource, where: str) -> dict[str, Any]:
+def _metadata(row: Mapping[str, Any], keys: DataKeys, where: str) -> dict[str, Any]:
     """Return the other columns with plain values, the entries of a column `metadata`, and the row's tools."""
     used = (keys.prompt, keys.answer, keys.images, "id")
-    found = {name: value for name, value in readable_items(row) if name not in used and _is_plain(value)}
+    found = {name: value for name, value in row.items() if name not in used and _is_plain(value)}
     own = row.get("metadata")
-    if isinstance(own, str) and own.lstrip().startswith("{"):
-        own = _json_object(found.pop("metadata"), f"{where} metadata")
     if isinstance(own, dict):
-        found |= source.as_given(own)
+        found |= own
+    # slime keeps them in the metadata, others in a column of their own.
     tools = row.get("tools") or found.get("tools")
-    if are_tools(tools):
-        found["tools"] = [*read_tools(source.as_given(tools), f"{where} tools")]
+    # A list of names is no list of schemas, and stays what it is.
+    is_json = isinstance(tools, str) and tools.lstrip().startswith("[")
+    if is_json or (isinstance(tools, list) and tools and isinstance(tools[0], dict)):
+        found["tools"] = [*read_tools(tools, f"{where} tools")]
     return found
-
-
-def _json_object(text: str, where: str) -> dict[str, Any]:
-    try:
-        return load_json(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(where, "must be JSON if it begins with a brace", json_fault(error), "fix it") from error
 
 
 def _is_plain(value: object) -> bool:

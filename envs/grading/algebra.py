@@ -35,6 +35,7 @@ def equal_by_algebra(answer: str, label: str) -> bool:
     Raises:
         UserError: math-verify does not run on this machine.
     """
+    # Twice: a worker may have died of something else, such as too little memory.
     for _ in range(2):
         with _POOL.worker() as worker:
             try:

@@ -1,32 +1,24 @@
-r"""Evaluates short LaTeX arithmetic exactly, to rationals; roots, pi and sines give floats, i complex numbers."""
+r"""Evaluates short LaTeX arithmetic exactly, to rationals; roots and pi give floats, i complex numbers.
+
+Sines and other functions have no value here: math-verify compares what holds one.
+"""
 
 from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Callable
 from fractions import Fraction
 
 Number = Fraction | float | complex
 
 MAX_DEPTH = 24
 BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
-#: Of an angle's sine and cosine.
-FUNCTIONS: dict[str, Callable[[float, float], float]] = {
-    "\\sin": lambda sin, cos: sin,
-    "\\cos": lambda sin, cos: cos,
-    "\\tan": lambda sin, cos: sin / cos,
-    "\\cot": lambda sin, cos: cos / sin,
-    "\\sec": lambda sin, cos: 1 / cos,
-    "\\csc": lambda sin, cos: 1 / sin,
-}
-#: Floats cannot tell 1 from the square root of 1 + 1e-17, or from the cosine of 1e-9. A computed number has no value
-#: here where its terms differ by more than this ratio, or its angle is this near to a multiple of 90 degrees.
+#: Floats cannot tell 1 from the square root of 1 + 1e-17. A computed number has no value here where its terms differ
+#: by more than this ratio.
 TOO_NEAR = 1e-6
 #: The largest error of a computed number, relative to its terms.
 ROUNDING = 1e-12
-MAX_ANGLE = 1e6
-#: Of the numerator and the denominator of what a root, a power or an angle takes as a float.
+#: Of the numerator and the denominator of what a root or a power takes as a float.
 MAX_BITS = 28
 
 
@@ -70,7 +62,7 @@ def _split(tokens: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 class _Evaluator:
-    r"""Recursive descent over tokens: numbers, + - * / ^, brackets, `\frac`, `\sqrt`, `\pi`, `i`, `\sin`.
+    r"""Recursive descent over tokens: numbers, + - * / ^, brackets, `\frac`, `\sqrt`, `\pi`, `i`.
 
     ``_Evaluator(("8", "\\sqrt", "{", "2", "}")).value()`` is 11.3137...; rationals stay exact. Raises ValueError for
     unknown syntax, ArithmeticError for division by zero and overflow.
@@ -163,6 +155,7 @@ class _Evaluator:
             bits = 0
             if isinstance(base, Fraction):
                 bits = (base.numerator.bit_length() + base.denominator.bit_length()) * abs(int(exponent))
+            # Larger powers would take seconds and megabytes.
             if abs(exponent) <= 512 and bits <= 4096:
                 return base ** int(exponent)
             return self._fail()
@@ -179,8 +172,6 @@ class _Evaluator:
             return math.pi
         if self._take("i"):
             return 1j
-        if function := FUNCTIONS.get(token):
-            return self._function(function)
         if self._take("\\frac"):
             numerator = self._argument()
             return numerator / self._argument()
@@ -196,33 +187,6 @@ class _Evaluator:
             self.index += 7
             return whole + Fraction(int(top), int(bottom))
         return whole
-
-    def _function(self, function: Callable[[float, float], float]) -> Number:
-        r"""Read ``\sin ( 2 )``, ``\sin ^ 2 { 3 }``, not ``\sin 2 \pi``, of which it is unclear where it ends."""
-        self.index += 1
-        if self._take("^"):
-            power = self._argument()
-        else:
-            power = Fraction(1)
-        is_bare = self._peek() not in ("(", "{", "\\frac")
-        angle = self._atom()
-        if is_bare and (self._peek() in (*_FACTORS, "/", "^") or self._peek().isalnum()):
-            return self._fail()
-        sin, cos = self._sin_cos(_real(angle))
-        if power in (1, 2, 3):
-            return function(sin, cos) ** int(_real(power))
-        return self._fail()
-
-    def _sin_cos(self, angle: float) -> tuple[float, float]:
-        """Return sine and cosine, exactly at the multiples of 90 degrees."""
-        sin = math.sin(angle)
-        cos = math.cos(angle)
-        off = min(abs(sin), abs(cos))
-        if abs(angle) > MAX_ANGLE or ROUNDING < off < TOO_NEAR:
-            self._fail()
-        if off <= ROUNDING:
-            return (float(round(sin)), float(round(cos)))
-        return (sin, cos)
 
     def _root(self) -> Number:
         degree: Number = Fraction(2)
@@ -249,8 +213,10 @@ class _Evaluator:
         """Read the argument of a command or `^`: a bracketed value, or one number."""
         if self._peek() in ("{", "("):
             return self._bracketed()
+        # `2^-3` is read, although LaTeX would raise the minus alone.
         sign = -1 if signed and self._take("-") else 1
         token = self._peek()
+        # `\frac12` is a half, but `2^3^2` has no agreed meaning.
         if not token.isdecimal() or self.tokens[self.index + 1] == "^":
             return self._fail()
         self.index += 1
@@ -265,7 +231,7 @@ class _Evaluator:
         return result
 
 
-_FACTORS = frozenset({"(", "{", "\\frac", "\\sqrt", "\\pi", "i", *FUNCTIONS})
+_FACTORS = frozenset({"(", "{", "\\frac", "\\sqrt", "\\pi", "i"})
 
 
 def _real(value: Number) -> float:

@@ -36,9 +36,11 @@ def same_value(answer: Reading, label: Reading) -> bool:
     """
     if answer.form == label.form:
         return True
+    # At least one is the bare letter: "(A) 12 cm" does not equal "(A) 13 cm".
     if answer.choice and answer.choice == label.choice and answer.choice in (answer.form, label.form):
         return True
     if answer.values is not None and label.values is not None:
+        # Numbers on both sides are decided here, so math-verify never sees them.
         return answer.shape == label.shape and _same_numbers(answer, label)
     if answer.matrix and label.matrix:
         return _same_cells(answer.matrix, label.matrix)

@@ -31,36 +31,14 @@ def find_tool_calls(text: str, format: ToolFormat = "hermes") -> list[ToolCall |
     >>> find_tool_calls("The answer is 68.")
     []
     """
-    found = list(_READERS[format](text).found)
-    if found and _may_hold_half_pairs(text):
-        return [_without_half_pairs(call) for call in found]
-    return found
+    return [_well_formed(call) for call in _READERS[format](text).found]
 
 
-def _may_hold_half_pairs(text: str) -> bool:
-    """Return whether half a surrogate pair is in the text or in its JSON escapes; 1 ms per million characters."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return any(escape in text for escape in ("\\ud", "\\uD"))
-
-
-def _without_half_pairs(call: ToolCall | ToolCallError) -> ToolCall | ToolCallError:
+def _well_formed(call: ToolCall | ToolCallError) -> ToolCall | ToolCallError:
+    """Replace half pairs in every text of a call, also those that its JSON escapes stand for."""
     if isinstance(call, ToolCallError):
         return replace(call, reason=well_formed(call.reason))
-    return ToolCall(well_formed(call.name), _clean(call.arguments))
-
-
-def _clean(value: Any) -> Any:
-    """Replace half pairs in every text of a JSON value, which is nested at most 32 deep."""
-    if isinstance(value, str):
-        return well_formed(value)
-    if isinstance(value, dict):
-        return {_clean(key): _clean(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_clean(item) for item in value]
-    return value
+    return ToolCall(well_formed(call.name), json.loads(well_formed(json.dumps(call.arguments, ensure_ascii=False))))
 
 
 def outside_tool_calls(text: str, format: ToolFormat = "hermes") -> str:
@@ -120,6 +98,7 @@ def detect_format(chat_template: str) -> ToolFormat:
     >>> detect_format("Write <tool_call><function=NAME>...</function></tool_call>.")
     'qwen_xml'
     """
+    # Templates of both formats hold <tool_call>; only the XML format names a function in a tag.
     if FUNCTION in chat_template:
         return "qwen_xml"
     return "hermes"

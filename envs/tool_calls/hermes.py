@@ -47,6 +47,7 @@ def read_hermes(text: str) -> TurnCalls:
     while True:
         value, end = decode(rest, at)
         if value is BAD_ESCAPE and not is_repaired:
+            # Once a turn: the rest of the text is repaired with it, so the time stays linear.
             is_repaired = True
             rest = double_lone_backslashes(rest[at:])
             at = 0

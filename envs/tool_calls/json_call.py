@@ -106,6 +106,7 @@ def interpret(value: Any) -> ToolCall | ToolCallError:
     if "arguments" not in value:
         return ToolCallError('"arguments" is missing.')
     if isinstance(arguments, str):
+        # OpenAI's form: the arguments are a JSON text.
         arguments, _ = decode(arguments)
     if not isinstance(arguments, dict):
         return ToolCallError('"arguments" must be a JSON object.')

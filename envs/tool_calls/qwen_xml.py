@@ -110,6 +110,7 @@ def _read_function(text: str, tags: _Tags, start: int) -> tuple[ToolCall | ToolC
             return problem or ToolCallError(_TOO_EARLY), at
         if tag != PARAMETER:
             break
+        # Each has a fixed cost, however short it is.
         if num_parameters == MAX_PARAMETERS:
             return _TOO_MANY_PARAMETERS, tags.next(at, FUNCTION_END, CLOSE)[0]
         num_parameters += 1
@@ -137,6 +138,7 @@ def _read_value(text: str, tags: _Tags, start: int) -> tuple[str, int]:
     """Return (value, end) for the text after ``<parameter=KEY>``."""
     at, tag = tags.next(start, PARAMETER_END, PARAMETER, FUNCTION_END)
     end = at + len(tag)
+    # A model forgot to close the value; the next argument must not become a part of it.
     if at == len(text) or tag != PARAMETER_END:
         at, _ = tags.next(start, PARAMETER, FUNCTION_END, CLOSE, OPEN, FUNCTION)
         end = at

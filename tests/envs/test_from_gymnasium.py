@@ -158,7 +158,7 @@ def test_a_path_of_calls_crosses_the_lake() -> None:
 
 
 def test_the_whole_path_may_stand_in_one_turn_and_ends_where_the_episode_does() -> None:
-    env = started(LAKE, tool_calls="parallel", reward_max_val=3.0, reward_min_val=-1.0)
+    env = started(LAKE, reward_max_val=3.0, reward_min_val=-1.0)
     observation, done, info = env.step(calls(*PATH, "left"))
     assert done and len(contents(env, observation)) == len(info["tool_calls"]) == 6
     assert info["reward"] + env.reward("") == 3.0
@@ -250,12 +250,13 @@ def test_the_time_limit_of_the_environment_ends_the_episode() -> None:
     assert ends == [(False, False), (False, False), (True, True)]
 
 
+RULE = "No action was taken: write 1 to 8 characters of ' abcdefghijklmnopqrstuvwxyz'"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("Stop", "No action was taken: 'S' is not allowed. Write only characters of ' abcdefghijklmnopqrstuvwxyz'."),
-        ("stop stop", "No action was taken: write 1 to 8 characters and nothing else, not 9."),
-        ("", "No action was taken: write 1 to 8 characters and nothing else, not 0."),
+        *((text, f"{RULE} and nothing else, not {text!r}.") for text in ("Stop", "stop stop", "")),
         ("refuse", "No action was taken: not that"),
     ],
 )
@@ -267,7 +268,10 @@ def test_a_text_that_is_no_action_is_feedback(text: str, said: str) -> None:
 
 def test_a_large_alphabet_is_not_listed() -> None:
     options = {"id": "test/Echo-v0", "kwargs": {"charset": "".join(map(chr, range(0x4E00, 0x4F00)))}}
-    assert started(options).step("a")[0]["obs_str"] == "No action was taken: 'a' is not allowed."
+    assert (
+        started(options).step("a")[0]["obs_str"]
+        == "No action was taken: write 1 to 8 characters and nothing else, not 'a'."
+    )
 
 
 def test_what_the_environment_raises_is_a_fault() -> None:
@@ -297,17 +301,14 @@ def test_a_sample_without_a_seed_begins_in_the_same_state_every_time() -> None:
 
 
 @pytest.mark.parametrize(("mode", "rendering"), [("ansi", "at {}"), ("rgb_array", "<image>")])
-def test_a_rendering_comes_after_the_texts_of_the_observation_that_are_new(mode: str, rendering: str) -> None:
+def test_a_rendering_comes_after_the_texts_of_the_observation(mode: str, rendering: str) -> None:
     env = started({"id": "test/Errand-v0", "kwargs": {"render_mode": mode}})
-    first = "mission: get the key\nhints near: a wall\n" + rendering.format(0)
-    for _ in range(2):
-        shown = [env.reset()[0]["obs_str"], *(env.step(calls(0))[0]["obs_str"] for _ in range(3))]
-        assert shown == [
-            first,
-            rendering.format(1),
-            f"mission: open the door\n{rendering.format(2)}",
-            rendering.format(3),
-        ]
+    shown = [env.reset()[0]["obs_str"], env.step(calls(0))[0]["obs_str"], env.step(calls(0))[0]["obs_str"]]
+    assert shown == [
+        f"mission: get the key\n{rendering.format(0)}",
+        f"mission: get the key\n{rendering.format(1)}",
+        f"mission: open the door\n{rendering.format(2)}",
+    ]
 
 
 def test_a_text_that_is_the_whole_observation_stands_before_its_rendering() -> None:
@@ -337,13 +338,12 @@ def test_a_name_with_its_module_is_played_under_its_name_alone() -> None:
         ({"dataset_options": {"id": "x"}}, "gymnasium must stand in place of entry_point and dataset, got dataset_opt"),
     ],
 )
-def test_a_broken_entry_is_an_error_of_this_entry_alone(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_broken_entry_is_an_error_that_names_it(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
     entry = {"gymnasium": "FrozenLake-v1", "description": "Ice.", "max_turns": 3}
     file = tmp_path / "registry.yaml"
     file.write_text(json.dumps({"broken": {**entry, **keys}, "sound": entry}))
-    assert get_spec("sound", file).max_turns == 3
-    with pytest.raises(UserError) as caught:
-        get_spec("broken", file)
+    with pytest.raises(UserError, match="entry 'broken'") as caught:
+        get_spec("sound", file)
     assert said in str(caught.value)
 
 
@@ -360,7 +360,7 @@ def test_a_prompt_of_ones_own_replaces_the_instructions() -> None:
         ({"id": "FrozenLake-v1", "kwargs": {"size": 3}}, "got TypeError"),
         ({"id": "test/Steering-v0"}, "'test/Steering-v0' must have Discrete or Text actions"),
         ({**LAKE, "actions": ["left"]}, "must name each of the 4 actions of 'FrozenLake-v1'"),
-        ({**LAKE, "actions": ["a", "a", "b", "c"]}, "gymnasium options actions: must differ"),
+        ({**LAKE, "actions": ["a", "a", "b", "c"]}, "gymnasium options actions: must name each of the 4 actions"),
         ({"id": "test/Echo-v0", "actions": ["left"]}, "must name each of the 0 actions"),
         ({"id": "FrozenLake-v1", "action": []}, "got action; did you mean 'actions'?"),
         ({"id": 3}, "gymnasium options id"),

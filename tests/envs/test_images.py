@@ -16,7 +16,7 @@ from PIL import Image
 
 from envs import images
 from envs.errors import UserError
-from envs.images import load_image
+from envs.images import ImageAccess, load_image
 
 FIELD = "rows.jsonl row 4 images[1]"
 
@@ -43,9 +43,9 @@ def png_of_claimed_size(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
 
 
-def error_of(value: object, root: Path | None = None, **options: bool) -> str:
+def error_of(value: object, root: Path | None = None) -> str:
     with pytest.raises(UserError) as caught:
-        load_image(value, FIELD, root, **options)
+        load_image(value, FIELD, ImageAccess(root))
     message = str(caught.value)
     assert message.startswith(FIELD)
     assert "\n" not in message
@@ -74,7 +74,7 @@ def test_every_stored_form_gives_the_same_pixels(tmp_path: Path) -> None:
         make_image(),
     ]
     for form in forms:
-        image = load_image(form, FIELD, tmp_path)
+        image = load_image(form, FIELD, ImageAccess(tmp_path))
         assert image.mode == "RGB"
         assert image.tobytes() == make_image().tobytes(), form
 
@@ -82,19 +82,19 @@ def test_every_stored_form_gives_the_same_pixels(tmp_path: Path) -> None:
 def test_base64_that_begins_like_an_absolute_path_is_read_as_base64(tmp_path: Path) -> None:
     text = base64.b64encode(encode(make_image(), "JPEG")).decode()
     assert text.startswith("/9j/")
-    assert load_image(text, FIELD, tmp_path).size == (6, 4)
+    assert load_image(text, FIELD, ImageAccess(tmp_path)).size == (6, 4)
 
 
 def test_an_existing_file_wins_over_base64(tmp_path: Path) -> None:
     text = base64.b64encode(encode(make_image())).decode()[:60].replace("/", "_")
     (tmp_path / text).write_bytes(encode(make_image(size=(3, 3))))
-    assert load_image(text, FIELD, tmp_path).size == (3, 3)
+    assert load_image(text, FIELD, ImageAccess(tmp_path)).size == (3, 3)
 
 
 def test_transparency_is_laid_on_white() -> None:
     image = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
     image.putpixel((1, 0), (0, 0, 0, 128))
-    loaded = load_image(encode(image), FIELD, None)
+    loaded = load_image(encode(image), FIELD)
     assert loaded.getpixel((0, 0)) == (255, 255, 255)
     assert loaded.getpixel((1, 0)) == (127, 127, 127)
 
@@ -103,13 +103,13 @@ def test_a_transparent_palette_colour_is_laid_on_white() -> None:
     image = Image.new("P", (2, 1), 0)
     image.putpalette([10, 20, 30, 40, 50, 60])
     image.putpixel((1, 0), 1)
-    loaded = load_image(encode(image, transparency=0), FIELD, None)
+    loaded = load_image(encode(image, transparency=0), FIELD)
     assert [loaded.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (40, 50, 60)]
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
 def test_every_png_mode_becomes_rgb(mode: str) -> None:
-    loaded = load_image(encode(make_image(mode)), FIELD, None)
+    loaded = load_image(encode(make_image(mode)), FIELD)
     assert loaded.mode == "RGB"
     assert loaded.tobytes() == make_image(mode).convert("RGB").tobytes()
 
@@ -118,26 +118,26 @@ def test_sixteen_bit_grey_is_scaled_and_not_clipped() -> None:
     image = Image.new("I;16", (3, 1))
     for x, value in enumerate([0, 100 * 257, 65535]):
         image.putpixel((x, 0), value)
-    loaded = load_image(encode(image), FIELD, None)
+    loaded = load_image(encode(image), FIELD)
     assert [loaded.getpixel((x, 0)) for x in range(3)] == [(0,) * 3, (100,) * 3, (255,) * 3]
 
 
 def test_a_rotated_photo_is_turned_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    assert load_image(encode(make_image(), "JPEG", exif=exif), FIELD, None).size == (4, 6)
+    assert load_image(encode(make_image(), "JPEG", exif=exif), FIELD).size == (4, 6)
 
 
 def test_an_animation_gives_its_first_frame() -> None:
     first, second = Image.new("RGB", (2, 2), "red"), Image.new("RGB", (2, 2), "blue")
     data = encode(first, "GIF", save_all=True, append_images=[second])
-    assert load_image(data, FIELD, None).getpixel((0, 0)) == (255, 0, 0)
+    assert load_image(data, FIELD).getpixel((0, 0)) == (255, 0, 0)
 
 
 @pytest.mark.parametrize("image_format", images.FORMATS)
 def test_a_image_cut_short_is_refused_in_every_format(image_format: str) -> None:
     data = encode(make_image(size=(64, 48)), image_format)
-    assert load_image(data, FIELD, None).size == (64, 48)
+    assert load_image(data, FIELD).size == (64, 48)
     for kept in (0.3, 0.6, 0.9):
         error_of(data[: int(len(data) * kept)])
 
@@ -152,7 +152,7 @@ def test_a_png_with_a_flipped_bit_is_refused() -> None:
 def test_damage_of_any_kind_is_a_user_error_or_a_image(junk: bytes, at: int) -> None:
     data = encode(make_image())
     try:
-        assert load_image(data[:at] + junk + data[at + 1 :], FIELD, None).mode == "RGB"
+        assert load_image(data[:at] + junk + data[at + 1 :], FIELD).mode == "RGB"
     except UserError as error:
         assert "\n" not in str(error)
 
@@ -165,7 +165,7 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(size: tuple[int, in
 
 def test_too_many_pixels_are_refused_in_an_image_object_too() -> None:
     with pytest.raises(UserError, match="at most 10 pixels, got 6x4"):
-        load_image(make_image(), FIELD, None, max_pixels=10)
+        load_image(make_image(), FIELD, max_pixels=10)
 
 
 def test_a_file_over_the_byte_limit_is_not_read(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_path_may_not_leave_the_folder(tmp_path: Path) -> None:
     (root / "link.png").symlink_to(outside)
     for value in ("../outside.png", str(outside), "link.png", {"bytes": None, "path": "../outside.png"}):
         assert "inside the data set's folder" in error_of(value, root)
-        assert load_image(value, FIELD, root, allow_outside=True).size == (6, 4)
+        assert load_image(value, FIELD, ImageAccess(root, True)).size == (6, 4)
 
 
 def test_without_a_folder_no_path_is_read_unless_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_without_a_folder_no_path_is_read_unless_allowed(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert "no such file" in error_of("a.png")
     assert "must be an image, not a path" in error_of(str(tmp_path / "a.png"))
-    assert load_image(str(tmp_path / "a.png"), FIELD, None, allow_outside=True).size == (6, 4)
+    assert load_image(str(tmp_path / "a.png"), FIELD, ImageAccess(None, True)).size == (6, 4)
 
 
 @pytest.mark.parametrize(

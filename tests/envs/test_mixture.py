@@ -11,15 +11,9 @@ from envs.errors import UserError
 from envs.execution.load import load_env
 from envs.mixture import places
 from envs.problems import ProblemsConfig, open_problems
-from envs.registry import get_mixture, get_spec, load_registry
+from envs.registry import get_mixture, get_spec
 
-ENTRY = """
-easy: {mixture: {calculator: 3, guess: 1}}
-lost: {mixture: {calculator: 1, nothing: 1}}
-twice: {mixture: {easy: 1, guess: 1}}
-other: {mixture: {calculator: 1, guess: 1}, max_turns: 4}
-words: {mixture: [calculator, guess]}
-"""
+ENTRY = "easy: {mixture: {calculator: 3, guess: 1}}\n"
 
 
 @pytest.fixture
@@ -60,18 +54,18 @@ def test_an_entry_of_a_file_mixes_the_environments_of_all_files(registry: Path) 
 
 
 @pytest.mark.parametrize(
-    ("env_id", "error"),
+    ("entry", "error"),
     [
-        ("lost", "must be in the registry, got nothing"),
-        ("twice", "must be in the registry, got easy"),
-        ("other", "max_turns: cannot stand beside mixture, got 4"),
-        ("words", "mixture: must give each environment a share"),
+        ("{mixture: {calculator: 1, nothing: 1}}", "must be in the registry, got nothing"),
+        ("{mixture: {easy: 1, guess: 1}}", "must be in the registry, got easy"),
+        ("{mixture: {calculator: 1, guess: 1}, max_turns: 4}", "max_turns: cannot stand beside mixture, got 4"),
+        ("{mixture: [calculator, guess]}", "mixture: must give each environment a share"),
     ],
 )
-def test_a_wrong_entry_is_an_error_for_whoever_uses_it(registry: Path, env_id: str, error: str) -> None:
-    assert "easy" in load_registry(registry)
+def test_a_wrong_entry_is_named_with_its_rule(registry: Path, entry: str, error: str) -> None:
+    registry.write_text(f"{ENTRY}wrong: {entry}\n")
     with pytest.raises(UserError, match=error):
-        get_spec(env_id, registry)
+        get_spec("wrong", registry)
 
 
 def test_one_environment_with_a_share_is_that_environment() -> None:

@@ -76,7 +76,7 @@ def overlay(folder: Path, text: str, name: str = "mine.yaml") -> Path:
 
 def error_of(file: Path) -> str:
     with pytest.raises(UserError) as caught:
-        raise next(iter(load_registry(file).faults.values()))
+        load_registry(file)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -169,16 +169,6 @@ def test_a_wrong_entry_is_one_line_that_names_file_and_entry(
     error = error_of(file)
     assert error.startswith(str(file))
     assert message in error
-
-
-def test_a_broken_entry_is_an_error_for_whoever_uses_it_and_for_nobody_else(tmp_path: Path) -> None:
-    file = overlay(tmp_path, "one: {max_turn: 1}\ngeo3k: 3\n" + ENTRY.format(module="m"))
-    registry = load_registry(file)
-    assert "counter" in registry and registry["counter"].max_turns == 2
-    assert {"one", "geo3k"}.isdisjoint(list(registry)) and len(registry) == len(load_registry())
-    for env_id in ("one", "geo3k"):  # the packaged geo3k does not take the place of the broken one
-        with pytest.raises(UserError, match=f"entry '{env_id}': must"):
-            get_spec(env_id, file)
 
 
 def test_a_pipe_or_a_device_is_no_registry_file(tmp_path: Path) -> None:
@@ -274,12 +264,9 @@ def test_a_system_prompt_that_is_no_string_is_refused(write_module) -> None:
         spec.load_system_prompt()
 
 
-def test_specs_and_registry_are_frozen() -> None:
-    registry = load_registry()
+def test_specs_are_frozen() -> None:
     with pytest.raises(ValidationError):
-        next(iter(registry.values())).max_turns = 5
-    with pytest.raises(TypeError):
-        registry["x"] = next(iter(registry.values()))  # pyright: ignore[reportIndexIssue]
+        get_spec("geo3k").max_turns = 5
 
 
 def test_importing_the_data_modules_loads_no_heavy_library() -> None:

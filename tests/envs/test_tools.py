@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from pydantic import BaseModel, Field
 
-from envs.tools import BadArgumentsError, Tool, ToolOptions, marked_methods, to_content, tool
+from envs.tools import BadArgumentsError, Tool, marked_methods, to_content, tool
 
 
 class Colour(str, Enum):  # noqa: UP042 - as users write it
@@ -174,11 +174,9 @@ def test_a_wrong_place_inside_an_argument_is_named() -> None:
         {"a": "1" + "0" * 400},
         {"b": ["1", "nan"]},
         {"b": "[1, Infinity]"},
-        {"c": {"x": "inf"}},
         {"c": '{"x": NaN}'},
         {"d": '{"x": {"y": [NaN]}}'},
         {"e": "Infinity"},
-        {"f": "nan"},
         {"g": {"nan": "x"}},
         {"g": '{"-inf": "x"}'},
     ],
@@ -186,10 +184,11 @@ def test_a_wrong_place_inside_an_argument_is_named() -> None:
 def test_no_text_becomes_a_number_that_is_not_finite(given: dict[str, Any]) -> None:
     def g(
         a: float = 0, b: list[float] | None = None, c: Point | None = None, d: dict[str, Any] | None = None,
-        e: int | float = 0, f: complex = 0, g: dict[float, str] | None = None,
+        e: int | float = 0, g: dict[float, str] | None = None,
     ) -> None: ...  # fmt: skip
 
-    with pytest.raises(BadArgumentsError, match=f'^"{next(iter(given))}" must hold no NaN and no infinity.$'):
+    rule = "must be a (finite number|valid list|valid dictionary)"
+    with pytest.raises(BadArgumentsError, match=f'^"{next(iter(given))}.* {rule}'):
         Tool.of(g).check(given)
 
 
@@ -224,7 +223,7 @@ def test_marked_methods_come_in_the_order_of_their_definition_and_can_be_overrid
         @tool
         def second(self) -> None: ...
 
-        @tool(name="zeroth", retries=2)
+        @tool(name="zeroth")
         def first(self) -> None: ...
 
         def no_tool(self) -> None: ...
@@ -237,9 +236,8 @@ def test_marked_methods_come_in_the_order_of_their_definition_and_can_be_overrid
 
         second = None  # type: ignore[assignment]
 
-    zeroth = ToolOptions("zeroth", 2, 0.5)
-    assert list(marked_methods(Base).items()) == [("second", ToolOptions()), ("first", zeroth)]
-    assert list(marked_methods(Derived).items()) == [("first", zeroth), ("third", ToolOptions())]
+    assert list(marked_methods(Base).items()) == [("second", "second"), ("first", "zeroth")]
+    assert list(marked_methods(Derived).items()) == [("first", "zeroth"), ("third", "third")]
     assert Tool.of(Base().first).name == "zeroth"
 
 
@@ -282,7 +280,7 @@ def test_what_a_tool_returns_becomes_content(value: object, content: object) -> 
     assert to_content(value) == content
 
 
-@pytest.mark.parametrize("value", [object(), {"x": object()}, b"bytes", lambda: None])
+@pytest.mark.parametrize("value", [object(), {"x": object()}, b"\xff", lambda: None])
 def test_what_cannot_be_shown_is_the_authors_error(value: object) -> None:
     with pytest.raises(TypeError, match="a tool must return text, numbers, images"):
         to_content(value)

@@ -135,7 +135,7 @@ def test_an_environment_of_code_takes_every_key_of_a_registry_entry() -> None:
     [
         ({"retries": "2"}, "retries: must be a valid integer, got the text '2'"),
         ({"memory_limit_gib": 1}, "memory_limit_gib needs isolation: process, got thread"),
-        ({"tool_calls": "all"}, "tool_calls: must be one of last, first"),
+        ({"tool_calls": "all"}, "tool_calls: must be one of last, sequential"),
         ({"entry_point": "x:y"}, "entry_point=: is no setting of this call"),
         ({"id": 3}, "must have a text as its id"),
         ({"steppp": 3}, "steppp=: is no setting of this call"),

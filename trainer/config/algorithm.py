@@ -14,9 +14,9 @@ PolicyLossName = Literal["ppo", "gspo", "likelihood"]
 AggregationName = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"]
 KLEstimatorName = Literal["k1", "k2", "k3"]
 CorrectionName = Literal["none", "tis", "icepop", "mis"]
-ADVANTAGE = Plugin("an advantage", "trueturn.advantages", ("groups", "config"))
-POLICY_LOSS = Plugin("a policy loss", "trueturn.policy_losses", ("tokens", "config"))
-CORRECTION = Plugin("a correction", "trueturn.corrections", ("tokens", "config"))
+ADVANTAGE = Plugin("an advantage", ("groups", "config"))
+POLICY_LOSS = Plugin("a policy loss", ("tokens", "config"))
+CORRECTION = Plugin("a correction", ("tokens", "config"))
 
 
 class AlgorithmConfig(Section):

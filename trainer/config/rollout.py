@@ -16,11 +16,11 @@ from envs.errors import UserError
 
 #: Holds the API key of the servers. It is no setting: a key must not stand in config.yaml.
 API_KEY_VARIABLE = "TRUETURN_ENGINE_API_KEY"
-SAMPLER = Plugin("a sampler", "trueturn.samplers", ("samples", "seed", "epoch"))
+SAMPLER = Plugin("a sampler", ("samples", "seed", "epoch"))
 #: The values of `--engine` with which servers may be started.
 # An engine of the user's own, or the embedded one, has no servers to place.
 STARTED = ("auto", "sglang")
-GROUP_FILTER = Plugin("a group filter", "trueturn.group_filters", ("group",))
+GROUP_FILTER = Plugin("a group filter", ("group",))
 
 
 Placement = Literal["auto", "colocate", "split"]

@@ -19,8 +19,8 @@ from trainer.config.learner import ClusterConfig, LearnerConfig, OptimConfig
 from trainer.config.rollout import EngineConfig, RolloutConfig
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
-TRACKER = Plugin("a tracker", "trueturn.trackers", ("run",))
-CALLBACK = Plugin("a callback", "trueturn.callbacks", ())
+TRACKER = Plugin("a tracker", ("run",))
+CALLBACK = Plugin("a callback", ())
 
 
 # Both stages apart make a step repeatable: play once, train many times on the same episodes.

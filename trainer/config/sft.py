@@ -71,7 +71,6 @@ class ConversationsConfig(RowsConfig):
             system_prompt=self.system_prompt,
             default_system_prompt=system_prompt,
             allow_outside_images=self.allow_outside_images,
-            allow_remote_images=self.allow_remote_images,
         )
 
 

@@ -14,9 +14,10 @@ from agents.rollout.conversation import ConversationRenderer
 from agents.types import SamplingParams
 from envs.datasets.conversations import AnsweredSamples, ConversationSource, open_conversations
 from envs.datasets.rows import open_rows
-from envs.datasets.samples import RowSamples, image_access
+from envs.datasets.samples import RowSamples
 from envs.errors import UserError
 from envs.execution.load import load_env
+from envs.images import ImageAccess
 from envs.problems import checked_problems
 from envs.registry import get_spec
 from envs.spec import EnvSpec
@@ -158,7 +159,7 @@ def _tools(config: SftConfig, spec: EnvSpec, tool_format: ToolFormat) -> tuple[M
         rows = open_rows(config.data.data, "train")
         if config.data.prompt_key not in rows.rows[0]:
             return ()
-        access = image_access(rows, config.data.allow_outside_images, config.data.allow_remote_images)
+        access = ImageAccess(rows.root, config.data.allow_outside_images)
         samples = RowSamples(rows, config.data.keys, None, access, min(NUM_PROBED, len(rows.rows)))
     see = check_command(EnvConfig(env=(config.env,), registry=config.registry), config.data)
     return tuple(probe_tools(spec, load_env(spec), tool_format, samples, see)[spec.id])

@@ -88,7 +88,7 @@ def test_the_command_takes_a_file_and_the_names_of_checks(checkpoint: Path, caps
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["hff"], "ENGINE: must be 'hf', or an engine of an installed package, module:NAME or file.py"),
+        (["hff"], "ENGINE: must be 'hf', or module:NAME or file.py"),
         ([f"{PLAIN}:missing"], "must define it, got missing"),
         (["hf", "--only", "logprobs"], "--only: must be a check, got logprobs; did you mean 'log-probs'?"),
         (["hf", "--model", "nowhere"], "--model"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 from enum import StrEnum
@@ -309,13 +308,6 @@ def test_a_command_prints_a_users_error_as_one_line_and_returns_two(capsys: pyte
     assert exit_code(lambda: 0) == 0
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_a_command_runs_with_its_output_closed(closed: str) -> None:
-    command = f"{shlex.quote(sys.executable)} -m envs.check calculator {closed}"
-    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_code_that_hangs_at_exit_is_named_with_its_line() -> None:
     code = (
         "import atexit, time\nfrom envs.config import cli\ncli.END_S = 0.2\n"
@@ -323,9 +315,6 @@ def test_code_that_hangs_at_exit_is_named_with_its_line() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.stderr.startswith(
-        "note: the command is done, and code that runs at exit has kept its process for 0.2 s"
     )
     assert "in author" in done.stderr
 

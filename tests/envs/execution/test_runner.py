@@ -470,7 +470,7 @@ def test_the_best_and_the_worst_reward_are_exact(low: float, high: float) -> Non
     assert (args.reward(0.0), args.reward(1.0)) == (low, high)
 
 
-def test_a_hanging_tool_among_parallel_ones_does_not_keep_the_program_from_ending() -> None:
+def test_a_hanging_tool_does_not_keep_the_program_from_ending() -> None:
     code = """
         import asyncio, time
         from envs import EnvArgs, Sample, ToolEnv, tool
@@ -480,7 +480,7 @@ def test_a_hanging_tool_among_parallel_ones_does_not_keep_the_program_from_endin
             def wait(self) -> None:
                 time.sleep(60)
         async def main():
-            make = lambda: Hangs(Sample("0", ()), EnvArgs(1, tool_calls="parallel"))
+            make = lambda: Hangs(Sample("0", ()), EnvArgs(1))
             runner = EnvRunner(make, EnvLimits(step_timeout_s=0.3))
             await runner.open()
             try:

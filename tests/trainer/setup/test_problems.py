@@ -19,9 +19,9 @@ from trainer.setup.problems import check_command, load_problems, probe_tools
 
 def test_the_command_that_checks_an_environment_reads_the_same_rows() -> None:
     data = DataConfig(
-        data="rows.parquet", answer_key="reward_model.ground_truth", allow_remote_images=True, train_size=8
+        data="rows.parquet", answer_key="reward_model.ground_truth", allow_outside_images=True, train_size=8
     )
-    words = check_command(EnvConfig(env="geo3k"), data).split()
+    words = check_command(EnvConfig(env=("geo3k",)), data).split()
     assert words[:3] == ["python", "-m", "envs.check"]
     config = parse(CheckConfig, words[3:], "", "")
     assert config.id == ("geo3k",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import threading
@@ -15,7 +16,6 @@ from agents.engines.sglang import SGLangEngine
 from agents.model.architectures import ModelFacts
 from agents.rendering.renderer import Renderer
 from envs.errors import UserError
-from tests.image_server import Answer, serving_images
 from trainer.config.inputs import ModelConfig
 from trainer.config.learner import ClusterConfig
 from trainer.config.rollout import EngineConfig, RolloutConfig, ServersConfig
@@ -95,10 +95,19 @@ def test_started_servers_are_told_to_keep_their_cache(checkpoint: Path, renderer
 @pytest.mark.parametrize("served", [[["x\x1b[2J"]], {"x": 1}, 5, "x"])
 def test_a_server_that_names_no_list_of_networks_is_one_error(served: Any) -> None:
     facts = ModelFacts("qwen3", ("Qwen3ForCausalLM",), -1, 1, 4096, True)
-    with serving_images() as server:
-        server.answers["/model_info"] = Answer(json.dumps({"architectures": served}).encode())
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/model_info" else 404)
+            self.end_headers()
+            if self.path == "/model_info":
+                self.wfile.write(json.dumps({"architectures": served}).encode())
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         with pytest.raises(UserError, match="--engine-url: must"):
-            check_server(server.root, facts)
+            check_server(f"http://127.0.0.1:{server.server_port}", facts)
+        server.shutdown()
 
 
 def test_a_key_may_come_from_a_pipe_which_is_not_waited_for_without_end(
