@@ -223,7 +223,9 @@ def _play(
     from trainer.evaluate import evaluate  # imported late: it loads torch
 
     config = config_of(EvaluateConfig, SOURCES, {**_held_out(as_environment(env).settings), "model": model, **settings})
-    return evaluate(config, console, on_episode)
+    if config.endpoints.endpoint:
+        config.endpoints.only(config.model.model)
+    return evaluate(config, console, on_episode)[0]
 
 
 def _held_out(of_training: Mapping[str, Any]) -> dict[str, Any]:

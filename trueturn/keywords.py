@@ -196,6 +196,10 @@ class PlayKeywords(RunKeywords, total=False):
     tag: str | Sequence[str]
     confidence: float
     bootstrap: int
+    endpoint: str
+    endpoint_key_file: Place | None
+    endpoint_cache: Place | None
+    save_demonstrations: Place | None
 
 
 class RolloutKeywords(PlayKeywords, total=False):

@@ -40,12 +40,12 @@ def check_record_folder(folder: Path, manifest: Manifest) -> None:
 
 
 def record_attempts(
-    folder: Path, trajectories: Sequence[Trajectory], manifest: Manifest, renderer: Renderer
+    folder: Path, trajectories: Sequence[Trajectory], manifest: Manifest, renderer: Renderer | None = None
 ) -> list[str]:
     """Append episodes of one problem to a recording, as the next attempt at it; return what was wrong with its files.
 
     `manifest` has their limits as the way "play". Where the recording has a way of that name with other limits, the new
-    one is called "play2".
+    one is called "play2". Without a renderer, there are no token ids to spell.
     """
     before = dict[str, WayRecord]()
     groups = {trajectory.group for trajectory in trajectories}
@@ -55,7 +55,8 @@ def record_attempts(
     names = (PLAY if number == 1 else f"{PLAY}{number}" for number in count(1))
     way = next(name for name in names if before.get(name, limits) == limits)
     manifest = manifest.model_copy(update={"ways": {way: limits}})
-    with Recorder(folder, manifest, renderer.encoder.spell) as recorder:
+    spell = renderer.encoder.spell if renderer else None
+    with Recorder(folder, manifest, spell) as recorder:
         # Read now, because the recorder has just created or mended the files.
         attempts = [episode.attempt for episode in Recording.open(folder).episodes() if episode.group in groups]
         for trajectory in trajectories:

@@ -25,7 +25,7 @@ from agents.rollout.template_check import template_mismatch
 from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Timing, Trajectory, Turn
 from envs.contract import EnvFault, EpisodeEnv, ToolFault, is_json, plain_dict
 from envs.execution.runner import EnvRunner, StepResult
-from envs.spec import EnvLimits
+from envs.spec import EnvLimits, EnvSpec
 from envs.success import ENVIRONMENT
 from envs.tool_calls.thinking import Thinking
 from envs.types import Message, Sample, content_parts
@@ -257,12 +257,8 @@ class Episode:
         return EndReason.MAX_TURNS
 
     async def _turn(self, session: Session, state: _EpisodeState, number: int, room: int) -> StepResult:
-        """Let the model write at most `room` tokens; where it stopped by itself, let the environment answer.
-
-        Adds the turn to the state in any case, then raises the fault of engine or environment, if there is one.
-        """
+        """Let the model write at most `room` tokens, and the environment answer."""
         stream = state.stream
-        env = state.env
         request = GenerateRequest(stream.ids, stream.images, room, self.sampling, state.seed * 1000 + number - 1)
         asked = time.perf_counter()
         completion = await session.generate(request)
@@ -272,33 +268,45 @@ class Episode:
         rule = broken_turn(number, request, completion)
         state.check_s += time.perf_counter() - answered
         start, end = stream.write(completion)
-        text = self._text(completion.ids)
-        state.messages.append({"role": "assistant", "content": text})
-        env_s = env.seconds
+        turn = Turn(
+            start=start,
+            end=end,
+            text=self._text(completion.ids),
+            finish=completion.finish,
+            versions=completion.versions if rule is None else ((-1, end - start),),
+            num_cached=completion.num_cached,
+            observations=(),
+            info={},
+            engine_s=answered - asked,
+            env_s=0.0,
+        )
+        return await self._answer(state, turn, rule)
+
+    async def _answer(self, state: _EpisodeState, turn: Turn, rule: str | None = None) -> StepResult:
+        """Let the environment answer a turn where the model stopped by itself and broke no `rule` of the stream.
+
+        Adds the turn to the state in any case, then raises the fault of engine or environment, if there is one.
+        """
+        state.messages.append({"role": "assistant", "content": turn.text})
+        env_s = state.env.seconds
         result = _NO_STEP
         if rule is None:
             fault = None
         else:
             fault = _BrokenStream(rule)
-        if fault is None and completion.finish == "stop":
+        if fault is None and turn.finish == "stop":
             try:
-                result = await env.step(text)
+                result = await state.env.step(turn.text)
             except (EnvFault, asyncio.CancelledError) as caught:
                 fault = caught
                 if isinstance(caught, ToolFault):
                     result = StepResult((), False, caught.info)
         state.turns.append(
-            Turn(
-                start=start,
-                end=end,
-                text=text,
-                finish=completion.finish,
-                versions=completion.versions if rule is None else ((-1, end - start),),
-                num_cached=completion.num_cached,
+            replace(
+                turn,
                 observations=result.messages,
                 info=result.info,
-                engine_s=answered - asked,
-                env_s=env.seconds - env_s,
+                env_s=state.env.seconds - env_s,
                 done=result.done,
                 reward=result.reward,
             )
@@ -349,10 +357,7 @@ class MixedEpisode(Episode):
     """
 
     def __init__(self, parts: Mapping[str, Episode]) -> None:
-        longest = max(parts.values(), key=lambda part: part.limits.max_turns)
-        super().__init__(
-            longest.engine, longest.renderer, longest.limits, longest.sampling, longest.use_tools, longest.thinking
-        )
+        vars(self).update(vars(max(parts.values(), key=lambda part: part.limits.max_turns)))
         self.parts = parts
 
     def part(self, sample: Sample) -> Episode:
@@ -362,6 +367,13 @@ class MixedEpisode(Episode):
     async def run(self, sample: Sample, *args: Any, **kwargs: Any) -> Trajectory:
         """Play one episode of the sample's environment; see `Episode.run`."""
         return await self.part(sample).run(sample, *args, **kwargs)
+
+
+def by_entry(spec: EnvSpec, max_turns: int, of_entry: Callable[[EnvSpec, int], Episode]) -> Episode:
+    """Return the agent loop that `of_entry(entry, turns)` makes of an entry; in a mixture each part has its own."""
+    if not spec.parts:
+        return of_entry(spec, max_turns)
+    return MixedEpisode({part.id: of_entry(part, min(max_turns, part.max_turns)) for part in spec.entries})
 
 
 async def _close(env: EnvRunner) -> str | None:

@@ -75,7 +75,7 @@ def figures(episode: EpisodeRecord, outcome: OutcomeRecord | None, score: ScoreR
             advantage = f"advantage {outcome.advantage:.3g}"
         parts.append(f"{advantage} ({one_line(outcome.fate, 20)})")
     parts.append(counted(len(episode.turns), "turn"))
-    parts.append(f"{len(episode.logprobs)} of {len(episode.ids)} tokens")
+    parts.append(f"{episode.num_model_tokens} of {episode.num_tokens} tokens")
     if score:
         gap = gap_cells(episode.logprobs, score.logprobs)
         if gap["kl"] is None:
@@ -98,7 +98,7 @@ def _turn_lines(
     recording: Recording, number: int, turn: TurnRecord, thinking: Thinking | None, full: bool
 ) -> Iterator[ChatLine]:
     seconds = f"{turn.engine_s:.2f} s, then {turn.env_s:.2f} s of the environment"
-    head = f"{counted(turn.end - turn.start, 'token')}, {one_line(turn.finish, 20)}, {seconds}"
+    head = f"{counted(turn.num_tokens, 'token')}, {one_line(turn.finish, 20)}, {seconds}"
     yield ChatLine(Text.assemble((f"turn {number}", _ROLE), (f"  {head}", _NOTE)))
     for is_thought, text in thinking.parts(turn.text) if thinking else [(False, turn.text)]:
         if is_thought:
