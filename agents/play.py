@@ -20,17 +20,13 @@ from agents.cli.terminal import (
     print_early_end,
     print_summary,
     run_interruptible,
-    show_answer,
-    show_messages,
 )
 from agents.cli.text import counted
-from agents.endpoints.client import EndpointClient
-from agents.endpoints.demonstrations import Demonstrations
-from agents.endpoints.episode import EndpointEpisode
+from agents.endpoints.play import play_endpoint
 from agents.endpoints.settings import EndpointConfig
 from agents.engines.scripted import ScriptedEngine
 from agents.recording.attempts import check_record_folder, record_attempts
-from agents.recording.manifest import build_manifest, text_manifest
+from agents.recording.manifest import build_manifest
 from agents.recording.schema import PLAY
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
@@ -38,14 +34,14 @@ from agents.rendering.tokenizer_files import model_folder
 from agents.rollout.episode import Episode, Limits
 from agents.types import SamplingParams
 from envs.config.cli import exit_code, parse
-from envs.config.settings import Section, with_absolute_paths
+from envs.config.settings import Section
 from envs.errors import UserError
 from envs.execution.load import load_env
 from envs.problems import ProblemsConfig, open_problems, read_sample
 from envs.registry import get_spec
-from envs.spec import BuildEnv, EnvLimits, EnvSpec
+from envs.spec import EnvLimits
 from envs.tool_calls import detect_format
-from envs.types import Sample, message_images
+from envs.types import message_images
 
 
 class PlayConfig(Section):
@@ -113,37 +109,6 @@ def run(argv: Sequence[str] | None = None) -> int:
         for note in (*record_attempts(record, [trajectory], manifest, renderer), f"recorded in {config.record}"):
             terminal.say(note)
     return print_summary(trajectory, terminal, gallery)
-
-
-def play_endpoint(config: PlayConfig, spec: EnvSpec, build_env: BuildEnv, sample: Sample) -> int:
-    """Let the model of an endpoint play in place of the person, and show the episode when it has ended."""
-    endpoint = config.endpoints.only(config.model)
-    args = spec.args(config.max_turns)
-    own = with_absolute_paths(config.endpoints)  # code of the environment may change the working directory
-    demonstrations = Demonstrations(own.save_demonstrations, spec, args.tool_format)
-    client = EndpointClient(endpoint, args.tool_format, own.endpoint_cache)
-    episode = EndpointEpisode(client, spec, args.max_turns, config.max_new_tokens)
-    manifest = text_manifest(spec, endpoint.title, {PLAY: episode}, args.tool_format)
-    record = config.record and config.record.absolute()
-    if record:
-        check_record_folder(record, manifest)
-    terminal = Terminal.standard()
-    gallery = Gallery.named(config.images, f"{spec.id}-{config.index}")
-    terminal.say(f"{spec.id}: {spec.description}\nsample {sample.id}, played by {endpoint.title}\n---")
-    trajectory = run_interruptible(
-        episode.run(sample, lambda: build_env(sample, args), seed=config.problems.seed, group=config.index)
-    )
-    show_messages(trajectory.opening, "prompt", terminal, gallery)
-    for number, turn in enumerate(trajectory.turns, 1):
-        terminal.say(f"--- turn {number}\n{turn.text}")
-        if number < len(trajectory.turns):
-            show_answer(turn, number, turn.done, terminal, gallery)
-    code = print_summary(trajectory, terminal, gallery)
-    demonstrations.add(trajectory)
-    if record:
-        for note in (*record_attempts(record, [trajectory], manifest), f"recorded in {config.record}"):
-            terminal.say(note)
-    return code
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from itertools import count
 from agents.endpoints.chat import EndpointFault, answer_to_server, to_server
 from agents.endpoints.client import EndpointClient
 from agents.engines.base import Session
-from agents.rollout.episode import Episode, Limits, _EpisodeState, _render_fault
+from agents.rollout.episode import Episode, EpisodeState, Limits, render_fault
 from agents.rollout.invariants import Vocabulary
 from agents.rollout.rewards import RewardSum
 from agents.types import EndReason, SamplingParams, Turn
@@ -63,22 +63,22 @@ class EndpointEpisode(Episode):
         self._numbers = count()
         self._vocabulary = Vocabulary(None, 1, frozenset())
 
-    async def _play(self, state: _EpisodeState) -> tuple[float, EndReason, str | None]:
+    async def _play(self, state: EpisodeState) -> tuple[float, EndReason, str | None]:
         try:
             return await super()._play(state)
         except EndpointFault as fault:
             return 0.0, EndReason.ABORTED, str(fault)
 
-    def _read_prompt(self, state: _EpisodeState) -> None:
+    def _read_prompt(self, state: EpisodeState) -> None:
         if self.use_tools:
             state.tools = state.env.tools
 
-    async def _alternate(self, session: Session, state: _EpisodeState) -> EndReason:
+    async def _alternate(self, session: Session, state: EpisodeState) -> EndReason:
         """Alternate model and environment until one of them, or a limit, ends the episode."""
         try:
             said = [to_server(message) for message in state.messages]
         except Exception as error:  # an image that is only now decoded
-            raise _render_fault("prompt", error) from error
+            raise render_fault("prompt", error) from error
         room = self.limits.max_new_tokens
         for number in range(1, self.limits.max_turns + 1):
             if room <= 0:
@@ -93,7 +93,7 @@ class EndpointEpisode(Episode):
                 state.messages.extend(result.messages or ({"role": "user", "content": ""},))
         return EndReason.MAX_TURNS
 
-    async def _ask(self, state: _EpisodeState, said: list[Message], number: int, room: int) -> StepResult:
+    async def _ask(self, state: EpisodeState, said: list[Message], number: int, room: int) -> StepResult:
         """Let the model write one turn and the environment answer it; add both to the state and to `said`."""
         asked = time.perf_counter()
         body = {
@@ -120,5 +120,5 @@ class EndpointEpisode(Episode):
         try:
             said += [answer.message, *answer_to_server(result.messages, answer.call_ids)]
         except Exception as error:
-            raise _render_fault("observation", error) from error
+            raise render_fault("observation", error) from error
         return result

@@ -59,7 +59,7 @@ class _BrokenStream(Exception):
 
 
 @dataclass(eq=False)
-class _EpisodeState:
+class EpisodeState:
     """One episode while it runs."""
 
     env: EnvRunner
@@ -140,7 +140,7 @@ class Episode:
             return make_env()
 
         env = EnvRunner(build, self.limits.env, sample.id, self.thinking)
-        state = _EpisodeState(env, seed, list(sample.prompt), on_completion, checks_template)
+        state = EpisodeState(env, seed, list(sample.prompt), on_completion, checks_template)
         reward, end_reason, error = await self._play(state)
         stream = state.stream
         ids_T, mask_T, logprobs_T = stream.arrays()
@@ -173,7 +173,7 @@ class Episode:
             return await self.rewards.score(trajectory, self.limits.env)
         return replace(trajectory, reward=0.0, end_reason=EndReason.ABORTED)
 
-    async def _play(self, state: _EpisodeState) -> tuple[float, EndReason, str | None]:
+    async def _play(self, state: EpisodeState) -> tuple[float, EndReason, str | None]:
         """Play the turns, grade them and close the environment; return reward, end reason and error."""
         env = state.env
         reward = 0.0
@@ -207,7 +207,7 @@ class Episode:
             error = error or close_error
         return reward, end_reason, error
 
-    def _checked(self, trajectory: Trajectory, state: _EpisodeState, started: float) -> Trajectory:
+    def _checked(self, trajectory: Trajectory, state: EpisodeState, started: float) -> Trajectory:
         """Return the trajectory, plain and with its timing; an `invalid_stream` where its stream breaks a rule."""
         check_started = time.perf_counter()
         end_reason = trajectory.end_reason
@@ -228,15 +228,15 @@ class Episode:
         facts = {"metadata": state.metadata, "is_exact": state.is_exact}
         return replace(trajectory, end_reason=end_reason, error=error, timing=timing, **facts)
 
-    def _read_prompt(self, state: _EpisodeState) -> None:
+    def _read_prompt(self, state: EpisodeState) -> None:
         if self.use_tools:
             state.tools = state.env.tools
         try:
             state.stream.read(self.renderer.prompt(state.messages, state.tools))
         except Exception as error:  # the first observation may hold anything
-            raise _render_fault("prompt", error) from error
+            raise render_fault("prompt", error) from error
 
-    async def _alternate(self, session: Session, state: _EpisodeState) -> EndReason:
+    async def _alternate(self, session: Session, state: EpisodeState) -> EndReason:
         """Alternate model and environment until one of them, or a limit, ends the episode."""
         for number in range(1, self.limits.max_turns + 1):
             room, limit = self._room(state.stream)
@@ -256,7 +256,7 @@ class Episode:
                     return limit
         return EndReason.MAX_TURNS
 
-    async def _turn(self, session: Session, state: _EpisodeState, number: int, room: int) -> StepResult:
+    async def _turn(self, session: Session, state: EpisodeState, number: int, room: int) -> StepResult:
         """Let the model write at most `room` tokens, and the environment answer."""
         stream = state.stream
         request = GenerateRequest(stream.ids, stream.images, room, self.sampling, state.seed * 1000 + number - 1)
@@ -282,7 +282,7 @@ class Episode:
         )
         return await self._answer(state, turn, rule)
 
-    async def _answer(self, state: _EpisodeState, turn: Turn, rule: str | None = None) -> StepResult:
+    async def _answer(self, state: EpisodeState, turn: Turn, rule: str | None = None) -> StepResult:
         """Let the environment answer a turn where the model stopped by itself and broke no `rule` of the stream.
 
         Adds the turn to the state in any case, then raises the fault of engine or environment, if there is one.
@@ -330,7 +330,7 @@ class Episode:
             return (budget, EndReason.TOKEN_BUDGET)
         return (room, EndReason.CONTEXT_FULL)
 
-    def _observe(self, state: _EpisodeState, observed: Sequence[Message], room: int) -> bool:
+    def _observe(self, state: EpisodeState, observed: Sequence[Message], room: int) -> bool:
         """Append the observation as the template writes it after a model turn; return False where it does not fit.
 
         A text that is too long to fit is not tokenised: that would block all other episodes.
@@ -342,7 +342,7 @@ class Episode:
         try:
             suffix = self.renderer.suffix(observed, last_id=state.stream.ids[-1], has_tools=bool(state.tools))
         except Exception as error:  # an environment's message may hold anything
-            raise _render_fault("observation", error) from error
+            raise render_fault("observation", error) from error
         if len(suffix.ids) >= room:
             return False
         state.stream.read(suffix)
@@ -393,5 +393,5 @@ def _until_aborted() -> Iterator[None]:
             raise
 
 
-def _render_fault(what: str, error: Exception) -> EnvFault:
+def render_fault(what: str, error: Exception) -> EnvFault:
     return EnvFault(f"the {what} cannot be rendered: {''.join(traceback.format_exception(error)).strip()}")
