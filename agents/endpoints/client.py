@@ -21,6 +21,7 @@ from agents.endpoints.chat import Answer, EndpointFault, read_answer
 from agents.endpoints.settings import Endpoint
 from agents.engines.scripted import StillEngine
 from envs.errors import UserError, first_line
+from envs.execution.watchdog import bounded
 from envs.tool_calls import ToolFormat
 
 #: The most bytes of a response; the longest answers of models have a few hundred thousand.
@@ -29,6 +30,8 @@ MAX_BODY = 8 * 2**20
 MAX_RETRY_AFTER = 120
 MAX_ERROR_CHARS = 500
 MIN_SECRET = 12
+#: The longest wait for a server before anything is played, in seconds.
+CHECK_S = 15.0
 
 
 class EndpointClient(StillEngine):
@@ -45,10 +48,10 @@ class EndpointClient(StillEngine):
     context_length = 0
 
     def __init__(self, endpoint: Endpoint, tool_format: ToolFormat, cache: Path | None = None) -> None:
-        """Read the key.
+        """Read the key, and try whether the server is there.
 
         Raises:
-            UserError: the package or the key is missing, or the cache cannot be written.
+            UserError: package, key or server is missing, or the cache cannot be written.
         """
         try:
             openai = import_module("openai")
@@ -86,9 +89,23 @@ class EndpointClient(StillEngine):
                 }
             ),
         )
+        self._check(openai, key)
         # From variables of OpenAI's own service, which this may not be.
         self._client.organization = None
         self._client.project = None
+
+    def _check(self, openai: Any, key: str) -> None:
+        """Raise `UserError` where nobody answers or the key is refused, before retries of many episodes find out."""
+        url = self.endpoint.url
+        client = openai.OpenAI(api_key=key or "none", base_url=url, max_retries=0, timeout=CHECK_S)
+        try:
+            with bounded(f"asking {url}", 2 * CHECK_S):
+                client.models.with_raw_response.list()
+        except (openai.APIConnectionError, openai.AuthenticationError, TimeoutError) as error:
+            fix = f"start the server, or give another URL or key ({type(error).__name__})"
+            raise UserError("--endpoint", "must answer and accept the key", url, fix) from None
+        except self._errors:  # not every server lists its models
+            pass
 
     def session(self) -> AbstractAsyncContextManager[Any]:
         """Return an empty context: the conversation belongs to the episode."""

@@ -56,6 +56,10 @@ def chat_server(reply: Reply) -> Iterator[ChatServer]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def do_GET(self) -> None:
+            """List no models, as some servers do; refuse a key that says so."""
+            self.send_error(401 if "refused" in self.headers["Authorization"] else 404)
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert self.path == "/v1/chat/completions"

@@ -243,7 +243,8 @@ def test_an_image_that_cannot_be_sent_is_a_fault_of_the_environment() -> None:
         loop = EndpointEpisode(EndpointClient(Endpoint(url=url, model="m"), "hermes"), spec, 3, 100)
         return await loop.run(sample, lambda: load_env(spec)(problem(spec), spec.args()), seed=0)
 
-    t = asyncio.run(episode("http://localhost:1/v1"))
+    with chat_server(in_turn(says("1"))) as server:
+        t = asyncio.run(episode(server.url))
     assert t.end_reason is EndReason.ENV_ERROR and str(t.error).startswith("the prompt cannot be rendered")
 
 

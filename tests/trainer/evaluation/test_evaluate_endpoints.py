@@ -165,6 +165,7 @@ def test_an_episode_is_played_and_recorded_in_the_terminal(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--endpoint", "http://localhost:1/v1", "--model", "m"], "--endpoint: must answer"),
         (["--endpoint", "http://localhost:1/v1"], "--model: must name a model of the endpoint"),
         (["--endpoint", "http://me:pw@localhost/v1", "--model", "m"], "without a password"),
         (["--endpoint", "nothing.yaml"], "must be a URL or a YAML file"),
@@ -195,6 +196,17 @@ def test_a_key_in_the_wrong_place_is_not_printed(
     assert evaluate(tmp_path, "--endpoint", str(tmp_path / "models.yaml")) == 2
     said = capsys.readouterr()
     assert KEY not in said.out + said.err
+
+
+def test_a_refused_key_is_an_error_before_anything_is_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ENDPOINT_API_KEY", "sk-refused-everywhere")
+    with chat_server(solver) as server:
+        assert evaluate(tmp_path / "runs", "--endpoint", server.url, "--model", "strong") == 2
+    said = capsys.readouterr().err
+    assert "(AuthenticationError)" in said and "sk-refused" not in said
+    assert not server.asked and not (tmp_path / "runs").exists()
 
 
 def test_a_missing_package_is_named_with_its_extra(
