@@ -75,35 +75,36 @@ class EndpointClient(StillEngine):
         self._free_at = time.monotonic()
         self._slots = asyncio.Semaphore(endpoint.max_concurrent)
         self._errors = openai.OpenAIError, http.HTTPError, http.InvalidURL, OSError, ValueError
+        hooks = {
+            "request": [self._wait_for_rate],
+            "response": [_limit_body(http.AsyncByteStream, endpoint.timeout_s)],
+        }
+        server = {
+            "base_url": endpoint.url,
+            "api_key": key or "none",  # never the variable of another provider, which `openai` reads by itself
+            # The limit of a body is of bytes on the wire, so nothing may be compressed.
+            "default_headers": {"Accept-Encoding": "identity"},
+        }
         self._client = openai.AsyncOpenAI(
-            api_key=key or "none",  # never the variable of another provider, which `openai` reads by itself
-            base_url=endpoint.url,
+            **server,
             max_retries=endpoint.max_retries,
             timeout=endpoint.timeout_s,
-            # The limit is of bytes on the wire, so nothing may be compressed.
-            default_headers={"Accept-Encoding": "identity"},
-            http_client=openai.DefaultAsyncHttpxClient(
-                event_hooks={
-                    "request": [self._wait_for_rate],
-                    "response": [_limit_body(http.AsyncByteStream, endpoint.timeout_s)],
-                }
-            ),
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks=hooks),
         )
-        self._check(openai, key)
-        # From variables of OpenAI's own service, which this may not be.
-        self._client.organization = None
-        self._client.project = None
+        probe = openai.OpenAI(**server, max_retries=0, timeout=CHECK_S)
+        for client in (self._client, probe):  # from variables of OpenAI's own service, which this may not be
+            client.organization = None
+            client.project = None
+        self._check(openai, probe)
 
-    def _check(self, openai: Any, key: str) -> None:
+    def _check(self, openai: Any, probe: Any) -> None:
         """Raise `UserError` where nobody answers or the key is refused, before retries of many episodes find out."""
-        url = self.endpoint.url
-        client = openai.OpenAI(api_key=key or "none", base_url=url, max_retries=0, timeout=CHECK_S)
         try:
-            with bounded(f"asking {url}", 2 * CHECK_S):
-                client.models.with_raw_response.list()
+            with bounded(f"asking {self.endpoint.url}", 2 * CHECK_S):
+                probe.models.with_raw_response.list()
         except (openai.APIConnectionError, openai.AuthenticationError, TimeoutError) as error:
             fix = f"start the server, or give another URL or key ({type(error).__name__})"
-            raise UserError("--endpoint", "must answer and accept the key", url, fix) from None
+            raise UserError("--endpoint", "must answer and accept the key", self.endpoint.url, fix) from None
         except self._errors:  # not every server lists its models
             pass
 
