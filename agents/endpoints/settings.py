@@ -125,6 +125,9 @@ class EndpointConfig(Section):
             UserError: a setting is wrong.
         """
         if not self.endpoint.startswith(("http://", "https://")):
+            if self.endpoint_key_file or model != "starter":
+                rule = "must be a URL where --model or --endpoint-key-file is given"
+                raise UserError("--endpoint", rule, self.endpoint, "write model and key_file into the file")
             return _read_endpoints(self.endpoint)
         if model == "starter":
             raise UserError("--model", "must name a model of the endpoint", model, "see the server's list of models")
@@ -149,10 +152,7 @@ def _read_endpoints(name: str) -> tuple[Endpoint, ...]:
         raise UserError("--endpoint", "must be a URL or a YAML file", name, fix) from error
     if not isinstance(listed, list) or not listed or not all(isinstance(each, dict) for each in listed):
         raise UserError(name, "must be a list of endpoints", type(listed).__name__, "write - url: ... and model: ...")
-    endpoints = tuple(_checked(each, f"{name} [{place}]") for place, each in enumerate(listed))
-    if len({endpoint.title for endpoint in endpoints}) < len(endpoints):
-        raise UserError(name, "must list each model of a server once", "one twice", "remove one of them")
-    return endpoints
+    return tuple(_checked(each, f"{name} [{place}]") for place, each in enumerate(listed))
 
 
 def _checked(fields: dict[str, Any], place: str) -> Endpoint:

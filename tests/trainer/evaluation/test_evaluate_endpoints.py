@@ -168,6 +168,7 @@ def test_an_episode_is_played_and_recorded_in_the_terminal(tmp_path: Path, capsy
         (["--endpoint", "http://localhost:1/v1", "--model", "m"], "--endpoint: must answer"),
         (["--endpoint", "http://localhost:1/v1"], "--model: must name a model of the endpoint"),
         (["--endpoint", "http://me:pw@localhost/v1", "--model", "m"], "without a password"),
+        (["--endpoint", "models.yaml", "--model", "m"], "--endpoint: must be a URL where --model"),
         (["--endpoint", "nothing.yaml"], "must be a URL or a YAML file"),
         (["--endpoint-cache", "answers"], "--endpoint-cache: needs --endpoint"),
         (["--save-demonstrations", "demos.jsonl"], "--save-demonstrations: needs --endpoint"),
