@@ -99,7 +99,7 @@ def read_answer(body: bytes, tool_format: ToolFormat) -> Answer:
     message: Message = {"role": "assistant", "content": content}
     if calls:
         message |= {"content": content or None, "tool_calls": [call.model_dump() for call in calls]}
-    usage = completion.usage.model_dump() if completion.usage else {}
+    usage = completion.usage.model_dump(exclude_unset=True) if completion.usage else {}
     finish = "length" if choice.finish_reason == "length" else "stop"
     texts = [content] * bool(content) + [_call_text(call.function, tool_format) for call in calls]
     return Answer("\n".join(texts), message, tuple(call.id for call in calls), finish, usage)
