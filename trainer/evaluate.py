@@ -32,10 +32,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     config = with_absolute_paths(parse(EvaluateConfig, argv, "python -m trainer.evaluate", description, SOURCES))
     config.env.resolve()
     new_folder(config.measurement.out, config.measurement.name, can_resume=False)
-    if config.endpoints.endpoint:
-        check_sources("starter", config.data.data)
-    else:
-        check_sources(config.model.model, config.data.data)
+    local_model = "starter" if config.endpoints.endpoint else config.model.model
+    check_sources(local_model, config.data.data)
     # Imported late: this imports torch, which takes seconds.
     from agents.engines.weight_servers import EngineDown
 

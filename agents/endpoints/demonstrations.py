@@ -60,13 +60,13 @@ def _taught(message: Mapping[str, Any], tool_format: ToolFormat) -> dict[str, An
         return to_server(message)
     text = message["content"]
     calls = find_tool_calls(text, tool_format)
-    if not calls:
-        return dict(message)
-    if not all(isinstance(call, ToolCall) for call in calls):
-        return {**message, "train": False}  # a broken call is no example
     given = [
         {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in calls
         if isinstance(call, ToolCall)
     ]
+    if len(given) < len(calls):
+        return {**message, "train": False}  # a broken call is no example
+    if not given:
+        return dict(message)
     return {"role": "assistant", "content": outside_tool_calls(text, tool_format).strip(), "tool_calls": given}
