@@ -22,6 +22,8 @@ from agents.cli.terminal import (
     run_interruptible,
 )
 from agents.cli.text import counted
+from agents.endpoints.play import play_endpoint
+from agents.endpoints.settings import EndpointConfig
 from agents.engines.scripted import ScriptedEngine
 from agents.recording.manifest import build_manifest
 from agents.recording.played import check_record_folder, record_played
@@ -59,6 +61,7 @@ class PlayConfig(Section):
     images: Path = Field(default=Path("play"), description="folder that images are saved in")
     record: Path | None = Field(default=None, description="folder to record the episode in; empty: none")
     problems: ProblemsConfig = ProblemsConfig()
+    endpoints: EndpointConfig = EndpointConfig()
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -73,6 +76,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         fix = f"the data has {len(source)} problem{'' if len(source) == 1 else 's'}, counted from 0"
         raise UserError("--index", f"must be at most {len(source) - 1}", config.index, fix)
     sample = read_sample(spec, source, config.index)
+    if config.endpoints.endpoint:
+        return play_endpoint(config, spec, build_env, sample)
     renderer = Renderer.from_checkpoint(model_folder(config.model))
     # A model writes calls in the format of its chat template, and so does the person.
     tool_format = detect_format(renderer.chat_template)

@@ -91,6 +91,9 @@ def named_model(config: ReplayConfig, source: Recording) -> str:
         UserError: no model is named.
     """
     recorded = source.manifest.model
+    if not source.manifest.has_ids:
+        fix = "replay it without --model, which needs no model"
+        raise UserError(config.run, "must have token ids for --model and --fork", f"those of {recorded}", fix)
     # A path in a stranger's recording could name any file of this machine, so the user says it.
     if not config.model and recorded != "starter":
         fix = f"give its folder, or '--model {RECORDED}' for that of the recording ({recorded or 'which names none'})"

@@ -196,7 +196,7 @@ class Turn:
 
     `observations` are the answer's chat messages; the model does not see those after the last turn. `done` says that
     the environment ended the task. `versions` and `num_cached` are the completion's. Times are seconds. `reward` is the
-    turn's part of the trajectory's reward.
+    turn's part of the trajectory's reward. `usage` has a server's own counts of tokens, where there are no ids.
     """
 
     start: int
@@ -211,6 +211,7 @@ class Turn:
     env_s: float
     done: bool = False
     reward: float = 0.0
+    usage: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -330,8 +331,8 @@ class Trajectory:
 
     @property
     def num_model_tokens(self) -> int:
-        """Tokens that the model sampled."""
-        return int(self.mask_T.sum())
+        """Tokens that the model sampled; without ids, those that its server has counted."""
+        return int(self.mask_T.sum()) + sum(turn.usage.get("completion_tokens", 0) for turn in self.turns)
 
 
 @dataclass(frozen=True, eq=False)

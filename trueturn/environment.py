@@ -27,14 +27,10 @@ from trueturn.settings import config_of
 
 #: Turns of an episode of a class that does not say how many.
 MAX_TURNS = 3
-#: Keys of a registry entry that no setting of a run replaces.
-#: What an entry has beside the settings of a run, and Python code can give.
+#: What an entry has beside the settings of a run, and Python code does not give.
 _NOT_GIVEN = {"entry_point", "origin", "system_prompt", "mixture", "parts"}
+#: Keys of a registry entry that no setting of a run replaces.
 ENTRY_KEYS = EnvSpec.model_fields.keys() - EnvConfig.model_fields.keys() - _NOT_GIVEN
-    EnvSpec.model_fields.keys()
-    - EnvConfig.model_fields.keys()
-    - {"entry_point", "origin", "system_prompt", "mixture", "parts"}
-)
 
 
 @public()

@@ -138,11 +138,18 @@ def _play(
     if is_quiet:
         console = Console(quiet=True)
     given = {**_held_out(as_environment(env).settings), "model": model, **settings}
+
+    def played(settings: Mapping[str, Any]) -> R:
+        config = config_of(EvaluateConfig, SOURCES, settings)
+        if config.endpoints.endpoint:
+            config.endpoints.only(config.model.model)
+        return result_of(evaluate(config, console, on_episode)[0])
+
     if given.keys() & {"out", "name"}:
-        return result_of(evaluate(config_of(EvaluateConfig, SOURCES, given), console, on_episode))
+        return played(given)
     folder = tempfile.mkdtemp(prefix="trueturn-")
     try:
-        result = result_of(evaluate(config_of(EvaluateConfig, SOURCES, given | {"out": folder}), console, on_episode))
+        result = played(given | {"out": folder})
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

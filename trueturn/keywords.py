@@ -186,6 +186,10 @@ class PlayKeywords(RunKeywords, total=False):
     tag: Any
     confidence: Any
     bootstrap: Any
+    endpoint: Any
+    endpoint_key_file: Any
+    endpoint_cache: Any
+    save_demonstrations: Any
 
 
 class RolloutKeywords(PlayKeywords, total=False):

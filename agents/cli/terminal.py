@@ -296,7 +296,7 @@ def print_summary(trajectory: Trajectory, terminal: Terminal, gallery: Gallery) 
         show_answer(t.turns[-1], len(t.turns), t.end_reason is EndReason.COMPLETED, terminal, gallery)
     if t.error:
         terminal.say(t.error)
-    read = len(t.ids_T) - t.num_model_tokens
+    read = int((~t.mask_T).sum()) + sum(turn.usage.get("prompt_tokens", 0) for turn in t.turns)
     terminal.say(
         f"--- end: {t.end_reason}, reward {t.reward:g}, {counted(len(t.turns), 'turn')}, {t.num_model_tokens} tokens "
         f"written, {read} read"

@@ -15,7 +15,7 @@ from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode
 from envs.registry import PACKAGED, plugin_files
 from envs.spec import EnvSpec
-from envs.tool_calls import detect_format
+from envs.tool_calls import ToolFormat, detect_format
 
 _NAMED = ("trueturn", "transformers", "tokenizers", "pillow", "numpy", "torch")
 
@@ -25,16 +25,21 @@ def build_manifest(spec: EnvSpec, renderer: Renderer, model: str, ways: Mapping[
 
     Example: `build_manifest(spec, renderer, "starter", {"train": episode}).ways["train"].max_turns` is 3.
     """
+    manifest = text_manifest(spec, model, ways, detect_format(renderer.chat_template))
+    template = {"template": template_digest(renderer), "template_options": dict(renderer.template.options)}
+    return manifest.model_copy(update=template)
+
+
+def text_manifest(spec: EnvSpec, model: str, ways: Mapping[str, Episode], tool_format: ToolFormat) -> Manifest:
+    """Return the manifest of episodes without token ids, whose model has no chat template here."""
     return Manifest(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         env=spec,
         # Only shown to a reader, who is told which file the run had it in; it is never opened by itself.
         registry=str(Path(spec.origin).absolute()) if spec.origin else "",
         env_source=spec.source_digest(),
-        tool_format=spec.args(tool_format=detect_format(renderer.chat_template)).tool_format,
+        tool_format=spec.args(tool_format=tool_format).tool_format,
         model="starter" if Path(model) == STARTER_PATH else model,  # wherever a reader has it
-        template=template_digest(renderer),
-        template_options=dict(renderer.template.options),
         ways={name: way_record(episode) for name, episode in ways.items()},
         versions=software_versions(),
     )

@@ -257,6 +257,7 @@ class Recorder:
             "engine_s": round(turn.engine_s, 6),
             "env_s": round(turn.env_s, 6),
             **({"reward": turn.reward} if turn.reward else {}),
+            **({"usage": dict(turn.usage)} if turn.usage else {}),
         }
 
     def _image(self, image: Image.Image) -> str:

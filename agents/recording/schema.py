@@ -118,6 +118,11 @@ class Manifest(_Record):
     ways: dict[str, WayRecord] = {}
     versions: dict[str, str] = {}
 
+    @property
+    def has_ids(self) -> bool:
+        """Whether streams have token ids; of a server that gave text alone, no context length is known."""
+        return all(way.context_length for way in self.ways.values())
+
     @field_validator("env")
     @classmethod
     def _ends(cls, env: EnvSpec) -> EnvSpec:
@@ -132,7 +137,7 @@ class TurnRecord(_Record):
     `finish` is why the model stopped: "stop", "length" or "abort"; the environment sees a turn only after "stop".
     `done` says that the environment ended the task. `versions` are runs of (weight version, tokens). The engine had
     `num_cached` of the tokens before the turn in its cache. `reward` is the turn's part of the episode's reward. Times
-    are seconds.
+    are seconds. Where a server gave text and no token ids, the span is empty and `usage` has the server's own counts.
     """
 
     start: Count
@@ -147,6 +152,12 @@ class TurnRecord(_Record):
     engine_s: float
     env_s: float
     reward: float = 0.0
+    usage: dict[Name, Count] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model wrote."""
+        return self.usage.get("completion_tokens", self.end - self.start)
 
 
 class ImageRecord(_Record):
@@ -220,6 +231,18 @@ class EpisodeRecord(_Record):
         """The messages before the first turn: the problem, then the first observation."""
         observations = [turn.observations for turn in self.turns]
         return messages_before_turns(self.messages, self.num_prompt_messages, observations)
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of the stream; without ids, what the server has counted in the last turn."""
+        if self.ids or not self.turns:
+            return len(self.ids)
+        return sum(self.turns[-1].usage.values())
+
+    @property
+    def num_model_tokens(self) -> int:
+        """Tokens that the model wrote."""
+        return sum(turn.num_tokens for turn in self.turns)
 
     @property
     def ids_T(self) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ from agents.rollout.template_check import template_mismatch
 from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Timing, Trajectory, Turn
 from envs.contract import EnvFault, EpisodeEnv, ToolFault, is_json, plain_dict
 from envs.execution.runner import EnvRunner, StepResult
-from envs.spec import EnvLimits
+from envs.spec import EnvLimits, EnvSpec
 from envs.success import ENVIRONMENT
 from envs.tool_calls.thinking import Thinking
 from envs.types import Message, Sample, content_parts
@@ -59,7 +59,7 @@ class _BrokenStream(Exception):
 
 
 @dataclass(eq=False)
-class _EpisodeState:
+class EpisodeState:
     """One episode while it runs."""
 
     env: EnvRunner
@@ -140,7 +140,7 @@ class Episode:
             return make_env()
 
         env = EnvRunner(build, self.limits.env, sample.id, self.thinking)
-        state = _EpisodeState(env, seed, list(sample.prompt), on_completion, checks_template)
+        state = EpisodeState(env, seed, list(sample.prompt), on_completion, checks_template)
         reward, end_reason, error = await self._play(state)
         stream = state.stream
         ids_T, mask_T, logprobs_T = stream.arrays()
@@ -173,7 +173,7 @@ class Episode:
             return await self.rewards.score(trajectory, self.limits.env)
         return replace(trajectory, reward=0.0, end_reason=EndReason.ABORTED)
 
-    async def _play(self, state: _EpisodeState) -> tuple[float, EndReason, str | None]:
+    async def _play(self, state: EpisodeState) -> tuple[float, EndReason, str | None]:
         """Play the turns, grade them and close the environment; return reward, end reason and error."""
         env = state.env
         reward = 0.0
@@ -207,7 +207,7 @@ class Episode:
             error = error or close_error
         return reward, end_reason, error
 
-    def _checked(self, trajectory: Trajectory, state: _EpisodeState, started: float) -> Trajectory:
+    def _checked(self, trajectory: Trajectory, state: EpisodeState, started: float) -> Trajectory:
         """Return the trajectory, plain and with its timing; an `invalid_stream` where its stream breaks a rule."""
         check_started = time.perf_counter()
         end_reason = trajectory.end_reason
@@ -228,15 +228,15 @@ class Episode:
         facts = {"metadata": state.metadata, "is_exact": state.is_exact}
         return replace(trajectory, end_reason=end_reason, error=error, timing=timing, **facts)
 
-    def _read_prompt(self, state: _EpisodeState) -> None:
+    def _read_prompt(self, state: EpisodeState) -> None:
         if self.use_tools:
             state.tools = state.env.tools
         try:
             state.stream.read(self.renderer.prompt(state.messages, state.tools))
         except Exception as error:  # the first observation may hold anything
-            raise _render_fault("prompt", error) from error
+            raise render_fault("prompt", error) from error
 
-    async def _alternate(self, session: Session, state: _EpisodeState) -> EndReason:
+    async def _alternate(self, session: Session, state: EpisodeState) -> EndReason:
         """Alternate model and environment until one of them, or a limit, ends the episode."""
         for number in range(1, self.limits.max_turns + 1):
             room, limit = self._room(state.stream)
@@ -256,13 +256,9 @@ class Episode:
                     return limit
         return EndReason.MAX_TURNS
 
-    async def _turn(self, session: Session, state: _EpisodeState, number: int, room: int) -> StepResult:
-        """Let the model write at most `room` tokens; where it stopped by itself, let the environment answer.
-
-        Adds the turn to the state in any case, then raises the fault of engine or environment, if there is one.
-        """
+    async def _turn(self, session: Session, state: EpisodeState, number: int, room: int) -> StepResult:
+        """Let the model write at most `room` tokens, and the environment answer."""
         stream = state.stream
-        env = state.env
         request = GenerateRequest(stream.ids, stream.images, room, self.sampling, state.seed * 1000 + number - 1)
         asked = time.perf_counter()
         completion = await session.generate(request)
@@ -272,33 +268,45 @@ class Episode:
         rule = broken_turn(number, request, completion)
         state.check_s += time.perf_counter() - answered
         start, end = stream.write(completion)
-        text = self._text(completion.ids)
-        state.messages.append({"role": "assistant", "content": text})
-        env_s = env.seconds
+        turn = Turn(
+            start=start,
+            end=end,
+            text=self._text(completion.ids),
+            finish=completion.finish,
+            versions=completion.versions if rule is None else ((-1, end - start),),
+            num_cached=completion.num_cached,
+            observations=(),
+            info={},
+            engine_s=answered - asked,
+            env_s=0.0,
+        )
+        return await self._answer(state, turn, rule)
+
+    async def _answer(self, state: EpisodeState, turn: Turn, rule: str | None = None) -> StepResult:
+        """Let the environment answer a turn where the model stopped by itself and broke no `rule` of the stream.
+
+        Adds the turn to the state in any case, then raises the fault of engine or environment, if there is one.
+        """
+        state.messages.append({"role": "assistant", "content": turn.text})
+        env_s = state.env.seconds
         result = _NO_STEP
         if rule is None:
             fault = None
         else:
             fault = _BrokenStream(rule)
-        if fault is None and completion.finish == "stop":
+        if fault is None and turn.finish == "stop":
             try:
-                result = await env.step(text)
+                result = await state.env.step(turn.text)
             except (EnvFault, asyncio.CancelledError) as caught:
                 fault = caught
                 if isinstance(caught, ToolFault):
                     result = StepResult((), False, caught.info)
         state.turns.append(
-            Turn(
-                start=start,
-                end=end,
-                text=text,
-                finish=completion.finish,
-                versions=completion.versions if rule is None else ((-1, end - start),),
-                num_cached=completion.num_cached,
+            replace(
+                turn,
                 observations=result.messages,
                 info=result.info,
-                engine_s=answered - asked,
-                env_s=env.seconds - env_s,
+                env_s=state.env.seconds - env_s,
                 done=result.done,
                 reward=result.reward,
             )
@@ -322,7 +330,7 @@ class Episode:
             return (budget, EndReason.TOKEN_BUDGET)
         return (room, EndReason.CONTEXT_FULL)
 
-    def _observe(self, state: _EpisodeState, observed: Sequence[Message], room: int) -> bool:
+    def _observe(self, state: EpisodeState, observed: Sequence[Message], room: int) -> bool:
         """Append the observation as the template writes it after a model turn; return False where it does not fit.
 
         A text that is too long to fit is not tokenised: that would block all other episodes.
@@ -334,7 +342,7 @@ class Episode:
         try:
             suffix = self.renderer.suffix(observed, last_id=state.stream.ids[-1], has_tools=bool(state.tools))
         except Exception as error:  # an environment's message may hold anything
-            raise _render_fault("observation", error) from error
+            raise render_fault("observation", error) from error
         if len(suffix.ids) >= room:
             return False
         state.stream.read(suffix)
@@ -349,10 +357,7 @@ class MixedEpisode(Episode):
     """
 
     def __init__(self, parts: Mapping[str, Episode]) -> None:
-        longest = max(parts.values(), key=lambda part: part.limits.max_turns)
-        super().__init__(
-            longest.engine, longest.renderer, longest.limits, longest.sampling, longest.use_tools, longest.thinking
-        )
+        vars(self).update(vars(max(parts.values(), key=lambda part: part.limits.max_turns)))
         self.parts = parts
 
     def part(self, sample: Sample) -> Episode:
@@ -362,6 +367,13 @@ class MixedEpisode(Episode):
     async def run(self, sample: Sample, *args: Any, **kwargs: Any) -> Trajectory:
         """Play one episode of the sample's environment; see `Episode.run`."""
         return await self.part(sample).run(sample, *args, **kwargs)
+
+
+def by_entry(spec: EnvSpec, max_turns: int, of_entry: Callable[[EnvSpec, int], Episode]) -> Episode:
+    """Return the agent loop that `of_entry(entry, turns)` makes of an entry; in a mixture each part has its own."""
+    if not spec.parts:
+        return of_entry(spec, max_turns)
+    return MixedEpisode({part.id: of_entry(part, min(max_turns, part.max_turns)) for part in spec.entries})
 
 
 async def _close(env: EnvRunner) -> str | None:
@@ -381,5 +393,5 @@ def _until_aborted() -> Iterator[None]:
             raise
 
 
-def _render_fault(what: str, error: Exception) -> EnvFault:
+def render_fault(what: str, error: Exception) -> EnvFault:
     return EnvFault(f"the {what} cannot be rendered: {''.join(traceback.format_exception(error)).strip()}")

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from agents.endpoints.settings import EndpointConfig
 from agents.engines.own import ENGINE, EngineName
 from envs.config.settings import Section
 from envs.config.sources import Sources
@@ -124,3 +125,4 @@ class EvaluateConfig(Section):
     model: EvaluatedModelConfig = EvaluatedModelConfig()
     engine: EvaluatedEngineConfig = EvaluatedEngineConfig()
     measurement: MeasurementConfig = MeasurementConfig()
+    endpoints: EndpointConfig = EndpointConfig()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import platform
 import time
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from envs.datasets.samples import Subset, filter_overlong
 from envs.errors import UserError, did_you_mean
 from envs.execution.load import load_env
 from envs.spec import BuildEnv, EnvSpec
-from envs.tool_calls import detect_format
+from envs.tool_calls import ToolFormat, detect_format
 from envs.types import Sample
 from trainer.checkpoint.cancel import cancel_on_request
 from trainer.checkpoint.run_dir import EPISODES, make_folder
@@ -58,25 +60,78 @@ RESULTS = "results.jsonl"
 
 @dataclass(frozen=True, eq=False)
 class EvaluationContext:
-    """The checked, ready context of an evaluation."""
+    """The checked, ready context of an evaluation: what is played, and by whom.
+
+    `model` is the name in the report, `model_path` the one in the recording.
+    """
 
     config: EvaluateConfig
     folder: Path
     spec: EnvSpec
     build_env: BuildEnv
-    ways: tuple[Way, ...]
     samples: Subset
     num_overlong: int
+    ways: tuple[Way, ...]
+    model: str
     model_path: Path | str
-    renderer: Renderer
+    tool_format: ToolFormat
     engine: Engine
+
+    @property
+    def num_episodes(self) -> int:
+        """How many episodes all ways have together."""
+        return len(self.ways) * len(self.samples) * self.config.measurement.samples
+
+    @abstractmethod
+    def episode(self, way: Way) -> Episode:
+        """Return the agent loop of a way."""
+
+    @abstractmethod
+    def recorder(self, ways: Mapping[str, Episode]) -> Recorder:
+        """Open the recording of these agent loops."""
+
+    @property
+    def note(self) -> str:
+        """What to print with the time that the evaluation took."""
+        return ""
+
+    def cost(self, usage: Mapping[str, int]) -> float | None:
+        """Return what tokens that a server has counted cost; None where that is not known."""
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class ModelContext(EvaluationContext):
+    """The context of a model that an engine of ours serves."""
+
+    renderer: Renderer
+
+    def episode(self, way: Way) -> Episode:
+        """Return the agent loop of a way."""
+        config = self.config
+        return build_episode(
+            self.engine,
+            self.renderer,
+            self.spec,
+            way.max_turns,
+            config.env.max_new_tokens,
+            config.measurement.eval_temperature,
+            way.use_tools,
+        )
+
+    def recorder(self, ways: Mapping[str, Episode]) -> Recorder:
+        """Open the recording of these agent loops."""
+        manifest = build_manifest(self.spec, self.renderer, str(self.model_path), ways)
+        spell = self.renderer.encoder.spell
+        return Recorder(self.folder / EPISODES, manifest, spell, self.config.measurement.record)
 
 
 @dataclass(frozen=True)
 class Report:
     """The results of an evaluation; `ways` leaves out a way in which nothing was played.
 
-    `partial` says why problems are missing; it is empty if none is missing.
+    `partial` says why problems are missing; it is empty if none is missing. `usage` has the tokens of each way that a
+    server has counted, and their cost where prices are known.
     """
 
     env: str
@@ -90,6 +145,7 @@ class Report:
     seconds: float
     ways: Mapping[str, Evaluation]
     difference: EvaluationDifference | None
+    usage: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def is_interrupted(self) -> bool:
@@ -102,8 +158,8 @@ class Report:
         return any(found.mean_reward for found in self.ways.values())
 
 
-def prepare(config: EvaluateConfig) -> EvaluationContext:
-    """Check everything and build the context.
+def prepare(config: EvaluateConfig) -> ModelContext:
+    """Check everything and build the context of a model that is served here.
 
     Raises:
         UserError: environment, data, model, device or output folder cannot be used; says which, and how to fix it.
@@ -117,24 +173,10 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     check_device(config.model.device)
     chosen, _ = config.engine.choice(config.model.device)
     check_engine(config.engine, chosen, model.facts)
-    if data.data:
-        samples = load_rows(spec, data, data.data, data.split or "train", data.size)
-    else:
-        samples = own_problems(spec, data, data.split or "heldout", data.size or NUM_HELD_OUT, data.problem_seed)
     tool_format = detect_format(renderer.chat_template)
-    tools = probe_tools(spec, build_env, tool_format, samples, check_command(config.env, data))
+    problems = read_problems(config, spec, build_env, tool_format, renderer)
+    samples = problems[0]
     try_functions(spec, build_env, spec.args(tool_format=tool_format), renderer, samples)
-    played = ways(spec.max_turns, any(tools.values()), config.measurement.tools, spec.tools == "required")
-    shown = tools if played[0].use_tools else dict.fromkeys(tools, ())
-    count = prompt_length(spec, renderer, shown)
-    keys: set[str] = set()
-
-    def length(sample: Sample) -> int:
-        keys.update(sample.metadata)
-        return count(sample)
-
-    samples, num_overlong = filter_overlong(samples, length, data.max_prompt_tokens)
-    check_tags(config.measurement, keys)
     first_gpu = place_servers(config.engine)
     own = config.measurement
     folder = make_folder(own.out, own.name, f"{spec.id}-evaluation", can_resume=False)
@@ -144,9 +186,38 @@ def prepare(config: EvaluateConfig) -> EvaluationContext:
     except BaseException:  # an evaluation that cannot run leaves no folder
         folder.rmdir()
         raise
-    return EvaluationContext(
-        config, folder, spec, build_env, played, samples, num_overlong, model.path, renderer, engine
-    )
+    name = config.model.model
+    return ModelContext(config, folder, spec, build_env, *problems, name, model.path, tool_format, engine, renderer)
+
+
+def read_problems(
+    config: EvaluateConfig, spec: EnvSpec, build_env: BuildEnv, tool_format: ToolFormat, renderer: Renderer | None
+) -> tuple[Subset, int, tuple[Way, ...]]:
+    """Return the problems, how many have too long a prompt and are left out, and the ways to play them.
+
+    The environment is tried on the first ones. Without a renderer, no prompt is too long.
+
+    Raises:
+        UserError: environment or data cannot be used.
+    """
+    data = config.data
+    if data.data:
+        samples = load_rows(spec, data, data.data, data.split or "train", data.size)
+    else:
+        samples = own_problems(spec, data, data.split or "heldout", data.size or NUM_HELD_OUT, data.problem_seed)
+    tools = probe_tools(spec, build_env, tool_format, samples, check_command(config.env, data))
+    played = ways(spec.max_turns, any(tools.values()), config.measurement.tools, spec.tools == "required")
+    shown = tools if played[0].use_tools else dict.fromkeys(tools, ())
+    count = prompt_length(spec, renderer, shown) if renderer else lambda sample: 0
+    keys: set[str] = set()
+
+    def length(sample: Sample) -> int:
+        keys.update(sample.metadata)
+        return count(sample)
+
+    kept, num_overlong = filter_overlong(samples, length, data.max_prompt_tokens)
+    check_tags(config.measurement, keys)
+    return kept, num_overlong, played
 
 
 def check_tags(config: MeasurementConfig, keys: Collection[str]) -> None:
@@ -161,8 +232,8 @@ class Evaluator:
 
     Example::
 
-        evaluator = Evaluator(prepare(config), Display())
-        asyncio.run(evaluator.run())
+        evaluator = Evaluator(prepare(config), display)
+        asyncio.run(run_all([evaluator], display))
         evaluator.report.ways["with_tool"].accuracy      # Estimate(0.25, 0.201, 0.306, 256, "wilson")
     """
 
@@ -176,6 +247,7 @@ class Evaluator:
         self._on_episode = on_episode
         self.context, self.config, self.display = context, context.config, display
         self._players: dict[str, ProblemPlayer] = {}
+        self._usage: dict[str, Counter[str]] = {}
         self._recorder = self._make_recorder()
         self._faults: set[str] = set()
         #: How many episodes broke, by the line of the error that says why.
@@ -184,11 +256,9 @@ class Evaluator:
         self.report = self._make_report("nothing was played")
 
     async def run(self) -> None:
-        """Play and write the report; Ctrl-C or SIGTERM ends the playing. Raises what the engine raises."""
+        """Play and write the report; a cancellation ends the playing. Raises what the engine raises."""
         context = self.context
         partial = ""
-        cancel_on_request()
-        self.display.begin("evaluate", len(context.ways) * len(context.samples) * self.config.measurement.samples)
         try:
             await start_engine(context.engine, context.model_path)
             for way in context.ways:
@@ -210,30 +280,9 @@ class Evaluator:
                 await context.engine.close()
 
     def _make_recorder(self) -> Recorder | None:
-        context = self.context
-        config = self.config
-        if not config.measurement.record:
+        if not self.config.measurement.record:
             return None
-        manifest = build_manifest(
-            context.spec,
-            context.renderer,
-            str(context.model_path),
-            {way.name: self._episode(way) for way in context.ways},
-        )
-        return Recorder(context.folder / EPISODES, manifest, context.renderer.encoder.spell, config.measurement.record)
-
-    def _episode(self, way: Way) -> Episode:
-        context = self.context
-        config = self.config
-        return build_episode(
-            context.engine,
-            context.renderer,
-            context.spec,
-            way.max_turns,
-            config.env.max_new_tokens,
-            config.measurement.eval_temperature,
-            way.use_tools,
-        )
+        return self.context.recorder({way.name: self.context.episode(way) for way in self.context.ways})
 
     async def _play(self, way: Way) -> None:
         context = self.context
@@ -245,19 +294,22 @@ class Evaluator:
             grades_first_turn=way.max_turns > 1,
             tags=own.tag,
         )
-        args = context.spec.args(way.max_turns, detect_format(context.renderer.chat_template))
+        args = context.spec.args(way.max_turns, context.tool_format)
+        usage = self._usage[way.name] = Counter[str]()
 
         def on_episode(trajectory: Trajectory) -> None:
             self.display.advance()
             self.display.fault(trajectory, self._faults)
             if not trajectory.end_reason.is_valid:
                 self.causes[located_line(trajectory.error or trajectory.end_reason.value)] += 1
+            for turn in trajectory.turns:
+                usage.update(turn.usage)
             self._on_episode(trajectory)
             if self._recorder:
                 self._recorder.write(trajectory, step=0, phase=EVALUATE, way=way.name)
 
         player = self._players[way.name] = ProblemPlayer(
-            self._episode(way), context.samples, context.build_env, args, context.spec, options, on_episode
+            context.episode(way), context.samples, context.build_env, args, context.spec, options, on_episode
         )
         try:
             await player.run()
@@ -273,7 +325,7 @@ class Evaluator:
         pair = tuple(results.values())
         return Report(
             env=context.spec.id,
-            model=self.config.model.model,
+            model=context.model,
             num_problems=len(context.samples),
             num_overlong=context.num_overlong,
             num_samples=own.samples,
@@ -285,7 +337,14 @@ class Evaluator:
                 name: summarise(found, own.all_ks, how, context.spec.total_bounds) for name, found in results.items()
             },
             difference=compare(pair[0], pair[1], how) if len(pair) == 2 else None,
+            usage={name: self._with_cost(usage) for name, usage in self._usage.items() if usage},
         )
+
+    def _with_cost(self, usage: Mapping[str, int]) -> dict[str, float]:
+        cost = self.context.cost(usage)
+        if cost is None:
+            return dict(usage)
+        return {**usage, "cost": cost}
 
     def _write(self) -> None:
         """Write the report and a line for each problem, and close the recording."""
@@ -321,6 +380,14 @@ def result_line(way: str, result: ProblemResult) -> dict[str, Any]:
         "tokens": [episode.num_tokens for episode in episodes],
         "end_reasons": [episode.end_reason.value for episode in episodes],
     }
+
+
+async def run_all(evaluators: Sequence[Evaluator], display: Display) -> None:
+    """Run evaluations at the same time; Ctrl-C or SIGTERM ends their playing, and each reports what it has."""
+    cancel_on_request()
+    display.begin("evaluate", sum(evaluator.context.num_episodes for evaluator in evaluators))
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.gather(*(evaluator.run() for evaluator in evaluators))
 
 
 async def start_engine(engine: Engine, model_path: Path | str) -> None:

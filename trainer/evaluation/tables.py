@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -33,6 +33,34 @@ def print_report(console: Console, report: Report) -> None:
     for table in (_ends(report), _outcomes(report), *_tags(report)):
         if table.row_count:
             console.print(table)
+
+
+def print_endpoints(console: Console, reports: Sequence[Report]) -> None:
+    """Print the models of endpoints side by side, with the tokens that servers have counted and what they cost."""
+    shown = [(report, way, found) for report in reports for way, found in report.ways.items()]
+    if not shown:
+        return
+    figure = _main_figure(shown[0][0].ways)
+    table = _table(
+        f"Models [{reports[0].confidence:.0%} interval], all tokens",
+        "",
+        title(figure),
+        "broken",
+        "read",
+        "written",
+        "cost",
+    )
+    for report, way, found in shown:
+        usage = report.usage.get(way, {})
+        table.add_row(
+            f"{report.model}, {title(way)}",
+            str(found.estimate(figure) or ""),
+            f"{found.num_broken} of {found.num_problems * found.num_samples}",
+            f"{usage.get('prompt_tokens', 0):,.0f}",
+            f"{usage.get('completion_tokens', 0):,.0f}",
+            f"{usage['cost']:.4g}" if "cost" in usage else "",
+        )
+    console.print(table)
 
 
 def _table(title: str, *columns: str, num_words: int = 1) -> Table:

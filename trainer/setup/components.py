@@ -20,7 +20,7 @@ from agents.engines.base import Engine
 from agents.model.architectures import read_config
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
-from agents.rollout.episode import Episode, Limits, MixedEpisode
+from agents.rollout.episode import Episode, Limits, by_entry
 from agents.rollout.rewards import RewardSum
 from agents.types import SamplingParams
 from envs.spec import EnvLimits, EnvSpec
@@ -157,17 +157,11 @@ def build_episode(
     use_tools: bool = True,
 ) -> Episode:
     """Return the agent loop that plays an environment with these limits; in a mixture each part has its own too."""
-    if spec.parts:
-        episodes = {
-            part.id: build_episode(
-                engine, renderer, part, min(max_turns, part.max_turns), max_new_tokens, temperature, use_tools
-            )
-            for part in spec.entries
-        }
-        return MixedEpisode(episodes)
-    limits = Limits(max_turns, max_new_tokens, EnvLimits.of(spec))
-    # The template says which tags the model was taught; the entry may say others.
-    thinking = find_thinking(renderer.template, spec.thinking)
     sampling = sampling_params(renderer, temperature)
-    rewards = RewardSum.load(spec.reward)
-    return Episode(engine, renderer, limits, sampling, use_tools, thinking, rewards)
+
+    def of_entry(entry: EnvSpec, turns: int) -> Episode:
+        limits = Limits(turns, max_new_tokens, EnvLimits.of(entry))
+        thinking = find_thinking(renderer.template, entry.thinking)
+        return Episode(engine, renderer, limits, sampling, use_tools, thinking, RewardSum.load(entry.reward))
+
+    return by_entry(spec, max_turns, of_entry)

@@ -84,7 +84,7 @@ function turnFacts(turn) {
     .map(([version, tokens], k, all) => (all.length > 1 ? `v${version}×${tokens}` : `v${version}`))
     .join(" ");
   const facts = [
-    plural(turn.end - turn.start, "token"),
+    plural(turn.usage?.completion_tokens ?? turn.end - turn.start, "token"),
     turn.num_cached ? `${count(turn.num_cached)} cached` : null,
     versions && `weights ${versions}`,
     `engine ${seconds(turn.engine_s)}`,
