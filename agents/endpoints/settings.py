@@ -130,7 +130,8 @@ class EndpointConfig(Section):
                 raise UserError("--endpoint", rule, self.endpoint, "write model and key_file into the file")
             return _read_endpoints(self.endpoint)
         if model == "starter":
-            raise UserError("--model", "must name a model of the endpoint", model, "see the server's list of models")
+            fix = f"give a name from the list that {self.endpoint.rstrip('/')}/models answers with"
+            raise UserError("--model", "must name a model of the endpoint", model, fix)
         fields = {"url": self.endpoint, "model": model, "key_env": KEY_VARIABLE, "key_file": self.endpoint_key_file}
         return (_checked(fields, "--endpoint"),)
 

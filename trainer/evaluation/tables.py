@@ -199,6 +199,8 @@ def print_training_summary(
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
         first = by_environment(before)
         for name, final in by_environment(after).items():
+            way, _, env = name.partition("/")
+            label = f"  {env}" if env else title(way)  # an environment stands below its way of playing
             for phase, result in (("before", first[name]), ("after", final)):
                 if phase == "after":
                     change = _change(first[name], final, figure)
@@ -209,7 +211,7 @@ def print_training_summary(
                 else:
                     reward = ""
                 cells = [str(result.estimate(figure) or ""), change, *([reward] if others else [])]
-                table.add_row(f"{title(name)}, {phase}", *cells, f"{result.mean_turns:.2f}")
+                table.add_row(f"{label}, {phase}", *cells, f"{result.mean_turns:.2f}")
         console.print(table)
     table = Table(title="How training episodes ended")
     table.add_column("end reason")
