@@ -15,7 +15,7 @@ from agents.recording import EpisodeRecord, OutcomeRecord
 from agents.recording.schema import image_names
 from agents.types import is_success
 from envs.checking.error_location import located_line
-from envs.success import Success
+from envs.success import ENVIRONMENT, Success
 from envs.tool_calls.thinking import Thinking
 from envs.types import bare_text
 
@@ -50,6 +50,7 @@ def row_of(episode: EpisodeRecord, thinking: Thinking | None = None, success: Su
         "sample_index": episode.sample_index,
         "attempt": episode.attempt,
         "sample_id": episode.sample_id[:MAX_TEXT],
+        "env": str(episode.metadata.get(ENVIRONMENT, ""))[:MAX_TEXT],  # of a mixture
         "label": (episode.label or "")[:MAX_TEXT],
         "reward": finite(episode.reward),
         "success": is_success(episode, success),

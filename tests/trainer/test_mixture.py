@@ -14,6 +14,7 @@ import pytest
 
 from agents.recording.recording import Recording
 from agents.replay import run as replay
+from agents.viewer.source import Source
 from envs.config.cli import exit_code
 from tests.recordings import lines_of
 from tests.trainer.runs import PATIENT, assert_equal_runs
@@ -69,6 +70,11 @@ def test_evaluations_are_by_environment_and_together(whole: Path) -> None:
     assert sum(part["num_problems"] for part in parts.values()) == found["num_problems"] == 4
     right = sum(part["accuracy"]["value"] * part["num_problems"] for part in parts.values())
     assert found["accuracy"]["value"] == pytest.approx(right / 4)
+
+
+def test_the_viewer_lists_the_environment_of_each_episode(whole: Path) -> None:
+    columns = Source(whole).overview()["columns"]
+    assert set(columns["env"]) == {"geo3k", "calculator", "guess"}
 
 
 def test_a_mixture_replays_without_a_registry_of_its_own(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,7 @@ function filterBar(bar, run, query, change) {
     debounce(120, () => change({ q: search.value })),
   );
   const menus = [
+    menu(run, query, change, "env", "environment"),
     menu(run, query, change, "phase", "phase"),
     menu(run, query, change, "way", "way"),
     menu(run, query, change, "end", "end"),

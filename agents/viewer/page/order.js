@@ -1,6 +1,6 @@
 /* Filters and sorts episodes. A place is the index of an episode in the columns of its run. */
 
-const CHOICES = { phase: "phase", way: "way", end: "end_reason", fate: "fate" };
+const CHOICES = { env: "env", phase: "phase", way: "way", end: "end_reason", fate: "fate" };
 const RANGES = { step: ["from", "to"], reward: ["min", "max"] };
 const FIRST_ORDER = "";
 

@@ -110,6 +110,7 @@ def test_every_figure_of_the_overview_is_that_of_the_recording(tmp_path: Path) -
         "sample_index": [0, 1],
         "attempt": [0, 0],
         "sample_id": ["sample", "sum-3"],
+        "env": ["", ""],
         "label": ["", "5"],
         "reward": [0.0, 0.25],
         "success": [False, False],
