@@ -161,7 +161,7 @@ def _read_file(file: Path) -> dict[str, EnvSpec | MixtureEntry]:
 
 
 def _entry(file: Path, env_id: object, entry: object) -> EnvSpec | MixtureEntry:
-    if isinstance(entry, dict) and "mixture" in entry:
+    if isinstance(entry, dict) and entry.get("mixture"):
         return MixtureEntry.read(f"{file} entry '{env_id}'", str(env_id), entry)
     return parse_entry(str(file), env_id, entry)
 

@@ -40,7 +40,7 @@ def described_keys() -> list[str]:
     """Return the items of the page's list of registry keys, as the code describes them."""
     items = []
     for name, field in EnvSpec.model_fields.items():
-        if name in ("id", "origin"):
+        if name in ("id", "origin", "parts"):
             continue
         default = field.get_default()
         shown = ""

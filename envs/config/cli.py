@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import errno
 import faulthandler
 import io
@@ -251,6 +252,7 @@ def _add(group: argparse._ActionsContainer, flag: str, field: FieldInfo, is_show
 
 #: How long code that runs at exit may take, in seconds, until it is named.
 END_S = 15.0
+STDERR = 2
 
 
 def exit_code(main: Callable[[], int]) -> int:
@@ -284,5 +286,6 @@ def exit_code(main: Callable[[], int]) -> int:
         return 130
     finally:
         # What was registered last runs first: it names the code that keeps the process, if a user's code at exit hangs.
-        if sys.__stderr__:
-            atexit.register(faulthandler.dump_traceback_later, END_S, file=sys.__stderr__)
+        with contextlib.suppress(OSError):
+            os.fstat(STDERR)  # closed by the shell, as in `2>&-`
+            atexit.register(faulthandler.dump_traceback_later, END_S, file=STDERR)

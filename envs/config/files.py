@@ -25,6 +25,7 @@ from envs.config.settings import (
     leaves,
     section_of,
     summary_of,
+    takes_one,
     takes_references,
     values_of,
     words_of,
@@ -87,7 +88,7 @@ def _settings(
         if section := section_of(field):
             yield from _settings(root, section, value, file, here)
             continue
-        if is_tuple(field) and not isinstance(value, list) and value not in (None, ""):
+        if is_tuple(field) and not isinstance(value, list) and value not in (None, "") and not takes_one(field):
             raise UserError(place, "must be a list", value, f"write {name}: [{value}]")
         if isinstance(value, dict | bytes) or (isinstance(value, list) and not is_tuple(field)):
             raise UserError(place, "must be one value", value, "put it in quotes if it is a text")

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
@@ -117,6 +117,15 @@ def words_of(annotation: Any) -> list[str]:
     if all(parts):
         return [word for part in parts for word in part]
     return []
+
+
+#: The rule of a list of which a file, a variable or Python code may give the only item by itself.
+ONE_OR_MORE = BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
+
+
+def takes_one(field: FieldInfo) -> bool:
+    """Return whether the only item of a list may stand without one."""
+    return ONE_OR_MORE in field.metadata
 
 
 def has_flag(field: FieldInfo) -> bool:

@@ -22,6 +22,7 @@ from envs.config.settings import (
     is_tuple,
     is_under,
     leaves,
+    takes_one,
     takes_references,
     words_of,
 )
@@ -108,7 +109,8 @@ class Sources:
         for name, text in sorted(environ.items()):
             if name in fields:
                 path, field = fields[name]
-                settings[path] = Setting(_items(name, text) if is_tuple(field) else text, name)
+                value = _items(name, text, takes_one(field)) if is_tuple(field) else text
+                settings[path] = Setting(value, name)
             elif name.startswith(PREFIX) and name not in known:
                 fix = self.translated(model, name.removeprefix(PREFIX)) or did_you_mean(name, known)
                 raise UserError(name, "is no setting of this command", f"{name}={text}", fix)
@@ -188,9 +190,11 @@ def in_file(path: FieldPath) -> str:
     return f"write {opened}{name}: ...{'}' * len(sections)} into a --config file"
 
 
-def _items(name: str, text: str) -> list[object]:
-    """Return the items of the list in a variable."""
+def _items(name: str, text: str, takes_one: bool) -> list[object]:
+    """Return the items of the list in a variable, of which the only one may stand without brackets."""
     items = parse_yaml(text, name) or []
+    if isinstance(items, str) and takes_one:
+        return [items]
     if not isinstance(items, list):
         raise UserError(name, "must be a list", text, f"write {name}='[{text}]'")
     return items

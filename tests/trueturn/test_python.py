@@ -222,7 +222,7 @@ def test_the_stop_button_of_a_notebook_ends_the_run_and_the_call_returns_it() ->
         ({"steps": -1}, "steps=: must be greater than or equal to 0, got -1"),
         (
             {"advantage": "nope"},
-            "advantage=: must be 'grpo', 'rloo', 'reinforce++', 'turn' or 'gigpo', or an advantage",
+            "advantage=: must be 'grpo', 'rloo', 'reinforce++', 'turn' or 'gigpo', or module:NAME",
         ),
         (
             {"reward_funcs": [3]},

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from envs.config.settings import NO_FLAG, Section
+from envs.config.settings import NO_FLAG, ONE_OR_MORE, Section
 from envs.datasets.hub import check_is_there
 from envs.datasets.rows import check_is_a_source
 from envs.errors import UserError
@@ -34,14 +34,10 @@ Tools = Annotated[
 ]
 
 
-#: Ids, each with a share or not; files and Python code may give a single one as a text.
-EnvIds = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
-
-
 class EnvConfig(Section):
     """Environment and limits of an episode. An empty setting takes the value of the registry entry."""
 
-    env: EnvIds = Field(
+    env: Annotated[tuple[str, ...], ONE_OR_MORE] = Field(
         default=("geo3k",),
         min_length=1,
         description="environment id in the registry; several are mixed by shares: --env geo3k:0.7 --env guess:0.3",

@@ -72,7 +72,7 @@ def _ranks(own: str, value: Value, names: _Names) -> Result:
     shares_matrices = names["matrix_ranks"] not in (1, None)
     # Megatron ignores it where no matrices are shared.
     switches = {"sp": names["x"] == 1 and shares_matrices}
-    if not switches.get(own, not _is_in(value, "1 none null")):
+    if not names.is_megatron or not switches.get(own, not _is_in(value, "1 none null")):
         return Note("not shared there and here", is_same=True)
     return {"backend": "megatron", own: "true" if own in switches else value}
 

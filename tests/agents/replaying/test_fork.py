@@ -319,7 +319,7 @@ def test_a_image_that_is_no_longer_shown_is_told_and_so_are_the_pixels_of_the_ne
 ) -> None:
     recording, answer = zoom_recording(renderer, checkpoint, tmp_path / "zoom")
     monkeypatch.setattr("envs.geo3k.zoom.Geo3kZoomEnv", Blotted)
-    entry = get_spec("geo3k_zoom").model_dump(exclude={"id", "origin"}) | {"options": {"hides": True}}
+    entry = get_spec("geo3k_zoom").model_dump(exclude={"id", "origin", "parts"}) | {"options": {"hides": True}}
     (tmp_path / "registry.yaml").write_text(json.dumps({"geo3k_zoom": entry}))
     flags = ("--id", "train-0-0", "--fork", "2", "--registry", "registry.yaml")
     code, shown = command(*flags, text=f"\\boxed{{{answer}}}\n", run_folder=recording.folder)

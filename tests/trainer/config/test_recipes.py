@@ -46,7 +46,13 @@ NEEDED = {
     "keep_kv_cache": {("rollout", "max_staleness"): 1},
     "discount": {("algorithm", "advantage"): "turn"},
 }
-VALUES = {"dual_clip": 3.0, "oversample": 1.5, "max_oversample": 4.0}
+VALUES = {
+    "curriculum_shares": (0.2, 0.6, 0.2),
+    "curriculum_bounds": (0.25, 0.75),
+    "dual_clip": 3.0,
+    "oversample": 1.5,
+    "max_oversample": 4.0,
+}
 
 
 def value_of(path: FieldPath, field: FieldInfo) -> Any:
@@ -267,9 +273,9 @@ def test_recipes_of_others_have_the_settings_of_their_sources() -> None:
         assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.2, 0.28)
         assert config.algorithm.aggregation == "seq-mean-token-mean"
         assert config.env.max_new_tokens == 4096
-    assert (multi.env.env, multi.env.max_turns, multi.rollout.temperature) == ("geo3k", 3, 1.0)
-    assert (single.env.env, single.rollout.temperature) == ("geo3k_single", 0.8)
-    assert (rlinf.env.env, rlinf.rollout.temperature) == ("geo3k_single", 1.0)
+    assert (multi.env.env, multi.env.max_turns, multi.rollout.temperature) == (("geo3k",), 3, 1.0)
+    assert (single.env.env, single.rollout.temperature) == (("geo3k_single",), 0.8)
+    assert (rlinf.env.env, rlinf.rollout.temperature) == (("geo3k_single",), 1.0)
     assert [c.algorithm.correction for c in (multi, single, rlinf)] == ["none", "none", "tis"]
     assert rlinf.algorithm.correction_cap == 2.0
 

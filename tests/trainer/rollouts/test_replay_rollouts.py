@@ -11,7 +11,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from agents.recording.gzip_lines import GzipLines
 from agents.rendering.renderer import Renderer
 from agents.types import SamplingParams
 from envs.config.cli import parse
-from envs.config.settings import is_under, leaves, takes_code, values_of
+from envs.config.settings import is_tuple, is_under, leaves, takes_code, values_of
 from envs.errors import UserError
 from envs.images import image_digest
 from tests.environments import lucky_geometry
@@ -100,7 +100,7 @@ def nothing_plays(monkeypatch: pytest.MonkeyPatch) -> None:
         "trainer.setup.engines.build_engine",
         "trainer.rollouts.live.load_problems",
         "trainer.rollouts.live.load_env",
-        "trainer.config.inputs.get_spec",
+        "trainer.config.inputs.get_mixture",
         "trainer.weight_sync.sync.WeightSync.__init__",
         "envs.execution.runner.EnvRunner.open",
         "trainer.config.rollout.ServersConfig.check",
@@ -363,8 +363,14 @@ def test_flags_that_cannot_be_are_refused(
 def test_what_is_taken_of_recorded_settings_is_numbers_and_words_alone() -> None:
     for path, field in leaves(RunConfig):
         if is_under(path, INHERITED) and path != ("learner", "lora_targets"):
-            is_plain = field.annotation in (int, float, bool) or get_origin(field.annotation) is Literal
+            kinds = get_args(field.annotation) if is_tuple(field) else (field.annotation,)
+            is_plain = all(bare(kind) in (int, float, bool) or get_origin(kind) is Literal for kind in kinds)
             assert is_plain or takes_code(field), path  # which `Sources.read_base` takes only if it is a word of ours
+
+
+def bare(kind: Any) -> Any:
+    """Return a type without its rules."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 HOSTILE = {

@@ -208,7 +208,7 @@ SEED = {
 def test_the_example_of_slime_becomes_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, _ = translated(capsys, SLIME)
     assert differing(config) == SEED | {"backend": "megatron", "tp": 4, "sp": True}
-    assert config.env.env == "geo3k"
+    assert config.env.env == ("geo3k",)
     recipe = parse(RunConfig, ["--config", "slime-geo3k-multi-turn"], "", "", SOURCES)
     own = {"data", "seed", "grader", "max_turns", "backend", "tp", "sp"}
     assert {path[-1] for path in changed(config, recipe)} <= own
@@ -260,7 +260,7 @@ def test_what_ranks_of_megatron_share_is_shared_here(
 def test_the_example_of_rlinf_becomes_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, text = translated(capsys, written(tmp_path, "rlinf.yaml"))
     assert differing(config) == {
-        "env": "geo3k_single",
+        "env": ("geo3k_single",),
         "steps": 800,
         "eval_every": 1,
         "max_new_tokens": 4096,
@@ -297,7 +297,7 @@ def test_the_example_of_rlinf_becomes_the_same_run(tmp_path: Path, capsys: pytes
 def test_a_command_of_verl_is_converted_to_our_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, text = translated(capsys, VERL)
     found = differing(config)
-    assert (config.env.env, found["max_turns"], found["group_size"]) == ("geo3k", 5, 16)
+    assert (config.env.env, found["max_turns"], found["group_size"]) == (("geo3k",), 5, 16)
     assert (found["problems_per_step"], found["minibatches"]) == (256, 256 // 64), "both count prompts there"
     assert (found["num_gpus"], found["num_servers"], found["tensor_parallel"]) == (8, 4, 2)
     assert (found["kl_coef"], config.algorithm.kl_estimator, found["dual_clip"]) == (0.001, "k3", 3.0)
