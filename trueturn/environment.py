@@ -34,12 +34,12 @@ ENTRY_KEYS = EnvSpec.model_fields.keys() - EnvConfig.model_fields.keys() - _NOT_
 
 
 @public()
-def env(source: str | Callable[..., Any], **settings: Unpack[EnvKeywords]) -> Environment:
+def env(source: str | Sequence[str] | Callable[..., Any], **settings: Unpack[EnvKeywords]) -> Environment:
     """Return an environment: one of the registry, or one of your own.
 
     Args:
-        source: an id of the registry ("geo3k"), a class derived from `Env` or `ToolEnv`, or a function
-            `build_env(sample, args)`.
+        source: an id of the registry ("geo3k"), a list of several with their shares (["geo3k:0.7", "guess:0.3"]), a
+            class derived from `Env` or `ToolEnv`, or a function `build_env(sample, args)`.
         settings: the settings of environment and data under the names of their flags, such as `max_turns`, `data` and
             `eval_data`, which may be lists of rows, `answer_key`, `registry`. For a class or function also those of a
             registry entry: `dataset`, a function `(split, size, seed) -> samples`, `options`, `description`, `version`,
@@ -57,7 +57,7 @@ def env(source: str | Callable[..., Any], **settings: Unpack[EnvKeywords]) -> En
 
         shop = tt.env(ShopEnv, data=[{"problem": "What does a pear cost?", "answer": "4"}])
     """
-    if isinstance(source, str):
+    if not callable(source):
         return Environment({"env": source, **settings})
     own = ENTRY_KEYS & settings.keys()
     entry = _entry_of(source, {name: value for name, value in settings.items() if name in own | {"isolation"}})

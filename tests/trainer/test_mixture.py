@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import trueturn as tt
 from agents.recording.recording import Recording
 from agents.replay import run as replay
 from agents.viewer.source import Source
@@ -148,3 +149,11 @@ def test_a_wrong_share_is_one_line(given: list[str], error: str, capsys: pytest.
 def test_a_curriculum_needs_a_success(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(lambda: run(["--env=coins", "--curriculum"])) == 2
     assert "--curriculum: needs environments that say what a success is, and 'coins'" in capsys.readouterr().err
+
+
+def test_python_takes_a_list_of_environments() -> None:
+    mixed = tt.env(["calculator:0.5", "guess:0.5"], train_size=4)
+    assert [problem.metadata["env"] for problem in mixed.problems] == ["calculator", "guess"] * 2
+    for number, name in enumerate(("calculate", None)):
+        mixed.reset(number)
+        assert [tool["function"]["name"] for tool in mixed.tools] == ([name] if name else [])
