@@ -256,7 +256,8 @@ class Trajectory:
     `mask_T` is True exactly on the tokens that the model sampled; `logprobs_T` is 0 elsewhere. The trajectory is sample
     `sample_index` of problem number `group`, after `attempt` earlier attempts at the whole group. The first
     `num_prompt_messages` of `messages` are the problem's; `tools` are the schemas that the prompt shows. `rewards` has
-    the value of each reward function, if there are any; `reward` is then their weighted sum. `metadata` is a plain copy
+    the value of each reward function, if there are any; `reward` is then their weighted sum. `verdicts` has
+    the text of each judge among them. `metadata` is a plain copy
     of the sample's, `is_exact` if none of its values had to become text; reward functions get the sample's own.
 
     Example: prompt of 4 tokens, the model writes 3, the environment 2, the model 2::
@@ -286,6 +287,7 @@ class Trajectory:
     group: int = 0
     attempt: int = 0
     rewards: Mapping[str, float] = field(default_factory=dict)
+    verdicts: Mapping[str, str] = field(default_factory=dict)
     is_exact: bool = True
 
     def __repr__(self) -> str:

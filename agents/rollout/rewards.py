@@ -1,7 +1,7 @@
 """Computes the reward of an episode from reward functions, each with a weight.
 
 A reward function takes a finished `Trajectory`, whose `reward` is the environment's own, and returns a number, or None
-where it does not apply. It may be a coroutine function::
+where it does not apply. It may be a coroutine function, or a judge (`agents.endpoints.judge`)::
 
     def brevity(trajectory: Trajectory) -> float:
         return -trajectory.num_model_tokens / 256
@@ -13,7 +13,9 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from agents.endpoints.judge import Judge, Verdict, load_judge
 from agents.types import EndReason, Trajectory
 from envs.checking.error_location import located_line
 from envs.config.plugins import place_of
@@ -35,9 +37,9 @@ class WeightedReward:
 
     name: str
     weight: float
-    function: RewardFunction | None = None
+    function: RewardFunction | Judge | None = None
 
-    async def value(self, trajectory: Trajectory, limits: EnvLimits) -> float | None:
+    async def value(self, trajectory: Trajectory, limits: EnvLimits) -> float | Verdict | None:
         """Return the function's value for an episode, None where it does not apply.
 
         Raises:
@@ -48,6 +50,8 @@ class WeightedReward:
             return trajectory.reward
         who = f"the reward function {self.name}"
         names = CallNames(f"{who}, sample {trajectory.sample_id}", who, who)
+        if isinstance(function, Judge):  # whose own settings limit the time of each request
+            return await await_within(None, names, function.verdict(trajectory))
 
         # The value is checked where it is made, within the time limit: the methods of a stranger's number may hang.
         def checked(value: object) -> float | None:
@@ -90,10 +94,12 @@ class RewardSum:
         Raises:
             UserError: one cannot be imported or takes other parameters, or two have one name.
         """
-        terms = [WeightedReward(*REWARD.load_weighted(field, reference)) for reference in references]
+        terms = [_term(field, reference) for reference in references]
         names = [term.name for term in terms]
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(field, "must name each reward once", twice[0], "rename one, or add up their weights")
+        if any(term.name == ENV_REWARD and term.function for term in terms):
+            raise UserError(field, "must not have the name of the environment's own reward", ENV_REWARD, "rename it")
         return cls(tuple(terms))
 
     def __str__(self) -> str:
@@ -107,12 +113,16 @@ class RewardSum:
         if not self.terms or not trajectory.end_reason.is_valid:
             return trajectory
         values = {ENV_REWARD: trajectory.reward}
+        verdicts: dict[str, str] = {}
         parts: list[float] = []
         for term in self.terms:
             try:
                 value = await term.value(trajectory, limits)
             except EnvFault as fault:
-                return _unscored(trajectory, values, f"{fault}\n\n{_summary(term, fault)}")
+                return _unscored(replace(trajectory, verdicts=verdicts), values, f"{fault}\n\n{_summary(term, fault)}")
+            if isinstance(value, Verdict):
+                verdicts[term.name] = value.text
+                value = value.value
             if value is not None:
                 values[term.name] = value
                 parts.append(term.weight * value)
@@ -126,7 +136,14 @@ class RewardSum:
             turns = tuple(replace(turn, reward=checked_number(weight * turn.reward, rule)) for turn in trajectory.turns)
         except EnvFault as fault:
             return _unscored(trajectory, values, str(fault))
-        return replace(trajectory, reward=total, rewards=values, turns=turns)
+        return replace(trajectory, reward=total, rewards=values, verdicts=verdicts, turns=turns)
+
+
+def _term(field: str, reference: str) -> WeightedReward:
+    name, weight, found = REWARD.load_weighted(field, reference)
+    if isinstance(found, Path):
+        found = load_judge(field, found)
+    return WeightedReward(name, weight, found)
 
 
 def _unscored(trajectory: Trajectory, values: Mapping[str, float], error: str) -> Trajectory:
