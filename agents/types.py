@@ -51,6 +51,11 @@ class EndReason(StrEnum):
         return self in (EndReason.COMPLETED, EndReason.TOOL_FAULT) or self.is_truncated
 
     @property
+    def is_graded(self) -> bool:
+        """Whether the environment's own reward says something, also where a reward function failed after it."""
+        return self.is_valid or self is EndReason.REWARD_ERROR
+
+    @property
     def is_truncated(self) -> bool:
         """Whether a limit of the agent loop cut the episode off."""
         return self in (EndReason.MAX_TURNS, EndReason.TOKEN_BUDGET, EndReason.CONTEXT_FULL)
@@ -83,7 +88,7 @@ def is_success(episode: _Episode, rule: Success | None) -> bool | None:
     rule = rule and rule.of(episode.metadata)
     if rule is None:
         return None
-    if not episode.end_reason.is_valid or episode.end_reason is EndReason.TOOL_FAULT:
+    if not episode.end_reason.is_graded or episode.end_reason is EndReason.TOOL_FAULT:
         return False
     return rule.holds(episode.env_reward, [turn.info for turn in episode.turns])
 
