@@ -218,7 +218,7 @@ function sideFacts({ run, episode, stream }) {
   for (const [judge, text] of Object.entries(episode.verdicts || {}))
     box.append(
       make("h2", { text: `Verdict of ${visible(judge.slice(0, 80))}` }),
-      make("p.verdict", { text: visible(asText(text)), dir: "auto" }),
+      textBlock(asText(text)),
     );
   const metadata = Object.entries(episode.metadata || {});
   if (metadata.length)
