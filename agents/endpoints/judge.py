@@ -1,5 +1,7 @@
 """A model of an OpenAI-compatible server judges episodes: `--reward judge.yaml@0.5` names the file of a `JudgeConfig`.
 
+`load_rewards` loads judges and reward functions.
+
 Only a verdict is a number: whatever else a judge gives is a fault, which drops the episode.
 """
 
@@ -12,7 +14,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 from pydantic import Field, JsonValue, ValidationInfo, field_validator
@@ -20,6 +22,7 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator
 from agents.endpoints.chat import Answer, EndpointFault, to_server
 from agents.endpoints.client import EndpointClient
 from agents.endpoints.settings import Endpoint, checked_endpoint
+from agents.rollout.rewards import Judge, RewardSum, Verdict, WeightedReward
 from agents.types import Trajectory
 from envs.config.text_files import read_text
 from envs.config.yaml_loader import load_yaml
@@ -27,6 +30,7 @@ from envs.contract import EnvFault
 from envs.errors import UserError, first_line
 from envs.execution.watchdog import WATCHDOG
 from envs.off_loop import off_loop
+from envs.spec import ENV_REWARD, REWARD
 from envs.tool_calls.thinking import TAGS, Thinking
 from envs.types import Message, bare_text, message_images
 
@@ -36,13 +40,6 @@ MAX_TEXT = 10_000
 #: The longest that an author's regex may take, in seconds.
 REGEX_S = 10.0
 _FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
-
-
-class Verdict(NamedTuple):
-    """What a judge says of an episode: a value from 0 to 1, and its text."""
-
-    value: float
-    text: str
 
 
 class JudgeConfig(Endpoint):
@@ -141,8 +138,8 @@ class JudgeConfig(Endpoint):
         return (number - low) / (high - low)
 
 
-class Judge:
-    """Asks a judge about episodes, `max_concurrent` at the same time.
+class ModelJudge(Judge):
+    """Asks a model about episodes, `max_concurrent` at the same time.
 
     Example::
 
@@ -196,7 +193,26 @@ class Judge:
             await client.close()
 
 
-def load_judge(field: str, path: Path) -> Judge:
+def load_rewards(references: Sequence[str], field: str = "--reward") -> RewardSum:
+    """Return the weighted sum of the functions and judges that settings name.
+
+    Raises:
+        UserError: one cannot be loaded or takes other parameters, or two have one name.
+    """
+    terms: list[WeightedReward] = []
+    for reference in references:
+        name, weight, found = REWARD.load_weighted(field, reference)
+        if isinstance(found, Path):
+            found = load_judge(field, found)
+        if found and name == ENV_REWARD:
+            raise UserError(field, "must not have the name of the environment's own reward", ENV_REWARD, "rename it")
+        if name in (term.name for term in terms):
+            raise UserError(field, "must name each reward once", name, "rename one, or add up their weights")
+        terms.append(WeightedReward(name, weight, found))
+    return RewardSum(tuple(terms))
+
+
+def load_judge(field: str, path: Path) -> ModelJudge:
     """Return the judge of a file, the same one for all agent loops of this process. Paths in it are from its folder.
 
     Raises:
@@ -211,7 +227,7 @@ def load_judge(field: str, path: Path) -> Judge:
 
 
 @functools.cache
-def _judge(place: str, path: Path, text: str) -> Judge:
+def _judge(place: str, path: Path, text: str) -> ModelJudge:
     given = load_yaml(text, place)
     if not isinstance(given, dict):
         fix = "write url: ..., model: ..., template: ... and so on"
@@ -220,7 +236,7 @@ def _judge(place: str, path: Path, text: str) -> Judge:
     # A resumed run may start in another folder.
     paths = {name: path.parent / file for name in ("cache", "key_file") if (file := getattr(config, name))}
     try:
-        return Judge(path.stem, config.model_copy(update=paths))
+        return ModelJudge(path.stem, config.model_copy(update=paths))
     except UserError as error:
         raise UserError(f"{place}, {error.field.lstrip('-')}", error.rule, error.got, error.fix) from None
     except EndpointFault as fault:

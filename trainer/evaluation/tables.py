@@ -160,7 +160,7 @@ def _outcomes(report: Report) -> Table:
 
 def _judges(report: Report) -> Table:
     """Return how the judges agree with the grader."""
-    names = ["episodes", "agreement", "both right", "right: judge only", "right: grader only", "both wrong"]
+    names = ["episodes", "agreement", "both right", "judge alone", "grader alone", "both wrong"]
     table = _table(f"Judges against the grader, right from {THRESHOLD:g}", "", "judge", *names, num_words=2)
     for way, evaluation in by_environment(report.ways).items():
         for judge, found in evaluation.judges.items():

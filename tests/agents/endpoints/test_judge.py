@@ -16,7 +16,7 @@ from PIL import Image
 
 pytest.importorskip("openai")
 
-from agents.rollout.rewards import RewardSum
+from agents.endpoints.judge import load_rewards
 from agents.types import EndReason, Trajectory, Turn
 from envs.errors import UserError
 from envs.spec import EnvLimits
@@ -48,7 +48,7 @@ def answered(text: str, question: str = "What is 2 + 3?", label: str | None = "5
 
 def judged(reference: str, *played: Trajectory) -> list[Trajectory]:
     """Return the episodes with the judge's value as their reward."""
-    rewards = RewardSum.load([reference])
+    rewards = load_rewards([reference])
 
     async def all_of_them() -> list[Trajectory]:
         return await asyncio.gather(*(rewards.score(t, EnvLimits(step_timeout_s=0.5)) for t in played))
@@ -166,7 +166,7 @@ def test_at_most_so_many_are_asked_at_once_and_the_event_loop_goes_on_meanwhile(
         return says("Score: 5")
 
     with chat_server(after_probe(reply)) as server:
-        rewards = RewardSum.load([str(judge_file(tmp_path, server, max_concurrent=3))])
+        rewards = load_rewards([str(judge_file(tmp_path, server, max_concurrent=3))])
         steps = 0
 
         async def play() -> list[Trajectory]:
@@ -187,7 +187,7 @@ def test_at_most_so_many_are_asked_at_once_and_the_event_loop_goes_on_meanwhile(
 def test_an_episode_that_is_aborted_no_longer_waits_for_its_judge(tmp_path: Path) -> None:
     done = threading.Event()
     with chat_server(after_probe(lambda body: (done.wait(5), says("Score: 5"))[1])) as server:
-        rewards = RewardSum.load([str(judge_file(tmp_path, server, max_concurrent=1))])
+        rewards = load_rewards([str(judge_file(tmp_path, server, max_concurrent=1))])
 
         async def play() -> Trajectory:
             hangs = asyncio.create_task(rewards.score(answered("1"), EnvLimits()))
@@ -243,7 +243,7 @@ def test_a_wrong_file_and_a_dead_judge_are_one_line_before_anything_is_played(
         return (500, b"{}") if "lame" in str(body) else says("Score: 1")
 
     with chat_server(reply) as server, pytest.raises(UserError, match=f"^--reward {said}") as error:
-        RewardSum.load([str(judge_file(tmp_path, server, **settings))])
+        load_rewards([str(judge_file(tmp_path, server, **settings))])
     assert "\n" not in str(error.value) and KEY not in str(error.value)
 
 
@@ -260,11 +260,11 @@ def test_a_wrong_file_and_a_dead_judge_are_one_line_before_anything_is_played(
 def test_a_file_that_is_none_is_an_error(make: Callable[[Path], object], said: str, tmp_path: Path) -> None:
     make(tmp_path / "judge.yaml")
     with pytest.raises(UserError, match=said):
-        RewardSum.load([str(tmp_path / "judge.yaml")])
+        load_rewards([str(tmp_path / "judge.yaml")])
 
 
 def test_a_reward_with_the_name_of_the_environments_own_is_refused(tmp_path: Path) -> None:
     with chat_server(lambda body: says("Score: 1")) as server:
         file = judge_file(tmp_path, server).rename(tmp_path / "answer.yaml")
         with pytest.raises(UserError, match="must not have the name of the environment's own reward"):
-            RewardSum.load([str(file)])
+            load_rewards([str(file)])
