@@ -95,18 +95,14 @@ class JudgeConfig(Endpoint):
 
     def body(self, fields: Mapping[str, str], images: Sequence[Image.Image]) -> Message:
         """Return the request: the template with its fields, and the images where it names them."""
-
-        def filled(text: str) -> dict[str, Any]:
-            # In one pass: a field's own text may hold the name of another one.
-            return {"type": "text", "text": _FIELD.sub(lambda field: fields.get(field[1], ""), text)}
-
-        before, named, after = self.template.partition("{images}")
-        content: Any = filled(before)["text"]
-        if named and images:
-            shown = [{"type": "image", "image": image} for image in images]
-            content = [part for part in (filled(before), *shown, filled(after)) if part.get("text") != ""]
-        elif named:
-            content += filled(after)["text"]
+        # In one pass: a field's own text may hold the name of another one.
+        texts = [
+            _FIELD.sub(lambda field: fields.get(field[1], ""), part) for part in self.template.split("{images}", 1)
+        ]
+        content: Any = "".join(texts)
+        if images and len(texts) == 2:
+            before, after = ({"type": "text", "text": text} for text in texts)
+            content = [before, *({"type": "image", "image": image} for image in images), after]
         body = {"messages": [to_server({"role": "user", "content": content})], "temperature": 0.0}
         if self.json_schema:
             schema = {"name": "verdict", "schema": self.json_schema, "strict": True}
@@ -133,8 +129,8 @@ class JudgeConfig(Endpoint):
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
             number = math.nan
         if answer.finish != "stop" or not low <= number <= high:
-            cut = "; it was cut off" if answer.finish != "stop" else ""
-            raise EndpointFault(f"it has no number from {low:g} to {high:g} in its answer{cut}: {text[-300:]!r}")
+            rule = f"it has no whole answer with a number from {low:g} to {high:g}"
+            raise EndpointFault(f"{rule} ({answer.finish}): {text[-300:]!r}")
         return (number - low) / (high - low)
 
 
