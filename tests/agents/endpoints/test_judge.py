@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,12 +17,15 @@ from PIL import Image
 
 pytest.importorskip("openai")
 
-from agents.endpoints.judge import load_rewards
+from agents.endpoints.chat import Answer
+from agents.endpoints.judge import JudgeConfig, load_rewards
 from agents.types import EndReason, Trajectory, Turn
+from envs.config.yaml_loader import load_yaml
 from envs.errors import UserError
 from envs.spec import EnvLimits
 from tests.agents.endpoints.server import ChatServer, Reply, chat_server, says
 from tests.builders import trajectory
+from tests.paths import DOCS
 
 KEY = "sk-a-key-that-no-file-may-hold"
 SCORE = {"regex": r"Score: (\S+)", "range": [0, 10]}
@@ -261,6 +265,13 @@ def test_a_file_that_is_none_is_an_error(make: Callable[[Path], object], said: s
     make(tmp_path / "judge.yaml")
     with pytest.raises(UserError, match=said):
         load_rewards([str(tmp_path / "judge.yaml")])
+
+
+def test_the_judge_of_the_page_reads_the_line_that_it_asks_for() -> None:
+    (text,) = re.findall(r"```yaml\n# judge.yaml\n(.*?)```", (DOCS / "endpoints.md").read_text(), re.DOTALL)
+    config = JudgeConfig.model_validate(load_yaml(text, "judge.yaml"))
+    assert config.read(Answer("Clear.\nScore: 7", {}, (), "stop", {})) == 0.7
+    assert len(config.body({"answer": "4"}, [Image.new("RGB", (8, 8))])["messages"][0]["content"]) == 3
 
 
 def test_a_reward_with_the_name_of_the_environments_own_is_refused(tmp_path: Path) -> None:
