@@ -51,6 +51,11 @@ class EndReason(StrEnum):
         return self in (EndReason.COMPLETED, EndReason.TOOL_FAULT) or self.is_truncated
 
     @property
+    def is_graded(self) -> bool:
+        """Whether the environment's own reward says something, also where a reward function failed after it."""
+        return self.is_valid or self is EndReason.REWARD_ERROR
+
+    @property
     def is_truncated(self) -> bool:
         """Whether a limit of the agent loop cut the episode off."""
         return self in (EndReason.MAX_TURNS, EndReason.TOKEN_BUDGET, EndReason.CONTEXT_FULL)
@@ -83,7 +88,7 @@ def is_success(episode: _Episode, rule: Success | None) -> bool | None:
     rule = rule and rule.of(episode.metadata)
     if rule is None:
         return None
-    if not episode.end_reason.is_valid or episode.end_reason is EndReason.TOOL_FAULT:
+    if not episode.end_reason.is_graded or episode.end_reason is EndReason.TOOL_FAULT:
         return False
     return rule.holds(episode.env_reward, [turn.info for turn in episode.turns])
 
@@ -256,7 +261,8 @@ class Trajectory:
     `mask_T` is True exactly on the tokens that the model sampled; `logprobs_T` is 0 elsewhere. The trajectory is sample
     `sample_index` of problem number `group`, after `attempt` earlier attempts at the whole group. The first
     `num_prompt_messages` of `messages` are the problem's; `tools` are the schemas that the prompt shows. `rewards` has
-    the value of each reward function, if there are any; `reward` is then their weighted sum. `metadata` is a plain copy
+    the value of each reward function, if there are any; `reward` is then their weighted sum. `verdicts` has
+    the text of each judge among them. `metadata` is a plain copy
     of the sample's, `is_exact` if none of its values had to become text; reward functions get the sample's own.
 
     Example: prompt of 4 tokens, the model writes 3, the environment 2, the model 2::
@@ -286,6 +292,7 @@ class Trajectory:
     group: int = 0
     attempt: int = 0
     rewards: Mapping[str, float] = field(default_factory=dict)
+    verdicts: Mapping[str, str] = field(default_factory=dict)
     is_exact: bool = True
 
     def __repr__(self) -> str:

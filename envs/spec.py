@@ -89,8 +89,8 @@ class EnvSpec(BaseModel):
     reward: tuple[Annotated[str, REWARD], ...] = Field(
         default=(),
         strict=False,
-        description="functions whose weighted sum is the reward: module:NAME@WEIGHT, and answer@WEIGHT for the "
-        "environment's own; empty: the environment's own alone",
+        description="functions whose weighted sum is the reward: module:NAME@WEIGHT, judge.yaml@WEIGHT for a model "
+        "that judges, and answer@WEIGHT for the environment's own; empty: the environment's own alone",
     )
     reward_max_val: Reward = Field(default=1.0, strict=False, description="reward of a right answer")
     reward_min_val: Reward = Field(default=0.0, strict=False, description="reward of a wrong answer")

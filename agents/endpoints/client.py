@@ -112,8 +112,12 @@ class EndpointClient(StillEngine):
         """Return an empty context: the conversation belongs to the episode."""
         return nullcontext()
 
-    async def ask(self, body: Mapping[str, Any], seed: int) -> Answer:
+    async def ask(
+        self, body: Mapping[str, Any], seed: int, check: Callable[[Answer], object] = lambda answer: None
+    ) -> Answer:
         """Return the model's answer to a request, or the one in the cache for the same request and seed.
+
+        The cache holds none for which `check(answer)` raises `EndpointFault`.
 
         Raises:
             EndpointFault: there is no usable answer after all retries.
@@ -128,6 +132,7 @@ class EndpointClient(StillEngine):
         if place and place.is_file():
             try:
                 answer = read_answer(place.read_bytes(), self.tool_format)
+                check(answer)
                 self.sources["cache"] += 1
                 return answer
             except (EndpointFault, OSError):
@@ -135,6 +140,7 @@ class EndpointClient(StillEngine):
         async with self._slots:
             content = await self._send(asked)
         answer = read_answer(content, self.tool_format)
+        check(answer)
         self.sources["server"] += 1
         if place:
             part = place.with_suffix(f".{os.getpid()}.part")

@@ -11,10 +11,10 @@ from itertools import count
 
 from agents.endpoints.chat import EndpointFault, answer_to_server, to_server
 from agents.endpoints.client import EndpointClient
+from agents.endpoints.judge import load_rewards
 from agents.engines.base import Session
 from agents.rollout.episode import Episode, EpisodeState, Limits, render_fault
 from agents.rollout.invariants import Vocabulary
-from agents.rollout.rewards import RewardSum
 from agents.types import EndReason, SamplingParams, Turn
 from envs.execution.runner import StepResult
 from envs.spec import EnvLimits, EnvSpec
@@ -59,7 +59,7 @@ class EndpointEpisode(Episode):
         self.sampling = SamplingParams(temperature)
         self.use_tools = use_tools
         self.thinking = text_thinking(spec.thinking)
-        self.rewards = RewardSum.load(spec.reward)
+        self.rewards = load_rewards(spec.reward)
         self._numbers = count()
         self._vocabulary = Vocabulary(None, 1, frozenset())
 

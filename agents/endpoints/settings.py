@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, ValidationError, ValidationInfo, field_validator
@@ -16,6 +16,7 @@ from envs.config.yaml_loader import load_yaml
 from envs.errors import UserError, first_line
 from envs.execution.watchdog import bounded
 
+E = TypeVar("E", bound="Endpoint")
 #: Holds the key of `--endpoint URL`. It is no setting: a key must stand in no file that a run writes.
 KEY_VARIABLE = "ENDPOINT_API_KEY"
 #: The longest wait for the file of a key, in seconds.
@@ -133,7 +134,7 @@ class EndpointConfig(Section):
             fix = f"give a name from the list that {self.endpoint.rstrip('/')}/models answers with"
             raise UserError("--model", "must name a model of the endpoint", model, fix)
         fields = {"url": self.endpoint, "model": model, "key_env": KEY_VARIABLE, "key_file": self.endpoint_key_file}
-        return (_checked(fields, "--endpoint"),)
+        return (checked_endpoint(Endpoint, fields, "--endpoint"),)
 
     def only(self, model: str) -> Endpoint:
         """Return the endpoint where one must play. Raises `UserError` as `endpoints` does, and if there are several."""
@@ -153,14 +154,15 @@ def _read_endpoints(name: str) -> tuple[Endpoint, ...]:
         raise UserError("--endpoint", "must be a URL or a YAML file", name, fix) from error
     if not isinstance(listed, list) or not listed or not all(isinstance(each, dict) for each in listed):
         raise UserError(name, "must be a list of endpoints", type(listed).__name__, "write - url: ... and model: ...")
-    return tuple(_checked(each, f"{name} [{place}]") for place, each in enumerate(listed))
+    return tuple(checked_endpoint(Endpoint, each, f"{name} [{place}]") for place, each in enumerate(listed))
 
 
-def _checked(fields: dict[str, Any], place: str) -> Endpoint:
+def checked_endpoint(kind: type[E], fields: dict[str, Any], place: str) -> E:
+    """Return an endpoint with these settings. Raises `UserError`, which shows no value: it may be a key."""
     try:
-        return Endpoint.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_input=False)[0]  # the input may be a key under a mistyped name
         name = ".".join(map(str, first["loc"]))
-        known = ", ".join(Endpoint.model_fields)
+        known = ", ".join(kind.model_fields)
         raise UserError(f"{place} {name}", first["msg"], "another value", f"known: {known}") from None

@@ -221,6 +221,7 @@ class Recorder:
             "reward": float(t.reward) if math.isfinite(t.reward) else 0.0,
             # Left out where there are none: most runs have the environment's reward alone.
             **({"rewards": dict(t.rewards)} if t.rewards else {}),
+            **({"verdicts": to_json(t.verdicts)} if t.verdicts else {}),
             "end_reason": t.end_reason.value,
             "error": to_json(t.error)
             if math.isfinite(t.reward)

@@ -252,6 +252,7 @@ class Recording:
             turns=tuple(self._turn(turn) for turn in episode.turns),
             reward=episode.reward,
             rewards=episode.rewards,
+            verdicts=episode.verdicts,
             end_reason=episode.end_reason,
             prompt_length=episode.prompt_length,
             messages=messages,

@@ -184,7 +184,7 @@ class EpisodeRecord(_Record):
     `{"type": "image", "image": "images/HASH.png"}`. `is_exact` is False where label or metadata held a value that JSON
     cannot hold; it is recorded as text. `tools` is a hash of the tools' schemas, empty where there are none. `logprobs`
     are the engine's, for the N tokens whose mask is 1. `began` is in seconds since 1970. `rewards` has the value of
-    each reward function, if the run had any.
+    each reward function, if the run had any, and `verdicts` the text of each judge among them.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -205,6 +205,7 @@ class EpisodeRecord(_Record):
     seed: Integer
     reward: float
     rewards: dict[Name, float] = {}
+    verdicts: dict[Name, str] = {}
     end_reason: EndReason
     error: str | None
     messages: tuple[dict[str, Any], ...]

@@ -1,7 +1,7 @@
 """Computes the reward of an episode from reward functions, each with a weight.
 
 A reward function takes a finished `Trajectory`, whose `reward` is the environment's own, and returns a number, or None
-where it does not apply. It may be a coroutine function::
+where it does not apply. It may be a coroutine function, or a `Judge`::
 
     def brevity(trajectory: Trajectory) -> float:
         return -trajectory.num_model_tokens / 256
@@ -11,22 +11,38 @@ from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from agents.types import EndReason, Trajectory
 from envs.checking.error_location import located_line
 from envs.config.plugins import place_of
 from envs.contract import EnvFault, checked_number
-from envs.errors import UserError
 from envs.execution.coroutines import await_within
 from envs.execution.runner import CallNames, call_within
-from envs.spec import ENV_REWARD, REWARD, EnvLimits
+from envs.spec import ENV_REWARD, EnvLimits
 
 RewardFunction = Callable[[Trajectory], float | Awaitable[float | None] | None]
 
 #: Begins the error of an episode for which every reward function returned None.
 NONE_APPLIES = "no reward function applies"
+
+
+class Verdict(NamedTuple):
+    """What a judge says of an episode: a value from 0 to 1, and its text."""
+
+    value: float
+    text: str
+
+
+class Judge(ABC):
+    """What judges episodes in place of a function; it limits its own time."""
+
+    @abstractmethod
+    async def verdict(self, trajectory: Trajectory) -> Verdict:
+        """Return the verdict on an episode. Raises `EnvFault` where there is none."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +51,9 @@ class WeightedReward:
 
     name: str
     weight: float
-    function: RewardFunction | None = None
+    function: RewardFunction | Judge | None = None
 
-    async def value(self, trajectory: Trajectory, limits: EnvLimits) -> float | None:
+    async def value(self, trajectory: Trajectory, limits: EnvLimits) -> float | Verdict | None:
         """Return the function's value for an episode, None where it does not apply.
 
         Raises:
@@ -48,6 +64,8 @@ class WeightedReward:
             return trajectory.reward
         who = f"the reward function {self.name}"
         names = CallNames(f"{who}, sample {trajectory.sample_id}", who, who)
+        if isinstance(function, Judge):
+            return await await_within(None, names, function.verdict(trajectory))
 
         # The value is checked where it is made, within the time limit: the methods of a stranger's number may hang.
         def checked(value: object) -> float | None:
@@ -76,25 +94,12 @@ class RewardSum:
 
     Example::
 
-        rewards = RewardSum.load(["answer", "my.py:brevity@0.1"])
+        rewards = load_rewards(["answer", "my.py:brevity@0.1"])   # of agents.endpoints.judge
         scored = await rewards.score(trajectory, limits)
         scored.reward, scored.rewards         # (0.98, {"answer": 1.0, "brevity": -0.2})
     """
 
     terms: tuple[WeightedReward, ...] = ()
-
-    @classmethod
-    def load(cls, references: Sequence[str], field: str = "--reward") -> RewardSum:
-        """Return the functions that settings name.
-
-        Raises:
-            UserError: one cannot be imported or takes other parameters, or two have one name.
-        """
-        terms = [WeightedReward(*REWARD.load_weighted(field, reference)) for reference in references]
-        names = [term.name for term in terms]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise UserError(field, "must name each reward once", twice[0], "rename one, or add up their weights")
-        return cls(tuple(terms))
 
     def __str__(self) -> str:
         return " + ".join(f"{term.weight:g} {term.name}" for term in self.terms)
@@ -107,12 +112,16 @@ class RewardSum:
         if not self.terms or not trajectory.end_reason.is_valid:
             return trajectory
         values = {ENV_REWARD: trajectory.reward}
+        verdicts: dict[str, str] = {}
         parts: list[float] = []
         for term in self.terms:
             try:
                 value = await term.value(trajectory, limits)
             except EnvFault as fault:
-                return _unscored(trajectory, values, f"{fault}\n\n{_summary(term, fault)}")
+                return _unscored(replace(trajectory, verdicts=verdicts), values, f"{fault}\n\n{_summary(term, fault)}")
+            if isinstance(value, Verdict):
+                verdicts[term.name] = value.text
+                value = value.value
             if value is not None:
                 values[term.name] = value
                 parts.append(term.weight * value)
@@ -126,7 +135,7 @@ class RewardSum:
             turns = tuple(replace(turn, reward=checked_number(weight * turn.reward, rule)) for turn in trajectory.turns)
         except EnvFault as fault:
             return _unscored(trajectory, values, str(fault))
-        return replace(trajectory, reward=total, rewards=values, turns=turns)
+        return replace(trajectory, reward=total, rewards=values, verdicts=verdicts, turns=turns)
 
 
 def _unscored(trajectory: Trajectory, values: Mapping[str, float], error: str) -> Trajectory:

@@ -32,6 +32,8 @@ from envs.config import given
 from envs.errors import CODE_FAULTS, UserError, did_you_mean, quoted
 
 R = TypeVar("R")
+#: How the names of files with settings end.
+YAML = (".yaml", ".yml")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 #: Modules of files by path, with the file's time when it was read: a notebook may edit a file and train again.
 _FILES: dict[Path, tuple[int, ModuleType]] = {}
@@ -107,7 +109,10 @@ class Plugin:
 
 @dataclass(frozen=True)
 class WeightedPlugin(Plugin):
-    """A kind of object of which a setting names several, each with a weight: `my.py:brevity@0.1`, or 1 without one."""
+    """A kind of object of which a setting names several, each with a weight: `my.py:brevity@0.1`, or 1 without one.
+
+    A YAML file may stand in place of an object.
+    """
 
     def check_reference(self, text: str) -> str:
         """Return a reference with its weight, the path in it absolute."""
@@ -118,11 +123,15 @@ class WeightedPlugin(Plugin):
             is_number = False
         if not is_number:
             raise ValueError(f"must have a number as its weight after @, which '{weight}' is not")
+        if reference.endswith(YAML):
+            return f"{Path(reference).absolute()}{at}{weight}"
         return super().check_reference(reference) + at + weight
 
     def load_weighted(self, field: str, text: str) -> tuple[str, float, Any]:
-        """Return name, weight and object; the object of one of our own `names` is None. Raises as `load` does."""
+        """Return name, weight and object: None for our own `names`, its path for a file. Raises as `load` does."""
         reference, _, weight = self._split(text)
+        if reference.endswith(YAML):
+            return Path(reference).stem, float(weight or 1), Path(reference)
         found = None if reference in self.names else self.load(field, reference)
         return plugin_name(reference), float(weight or 1), found
 

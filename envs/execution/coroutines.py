@@ -25,8 +25,8 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def await_within(limit_s: float, names: CallNames, coroutine: Coroutine[Any, Any, R]) -> R:
-    """Await a user's coroutine within a time limit; every exception becomes an `EnvFault`."""
+async def await_within(limit_s: float | None, names: CallNames, coroutine: Coroutine[Any, Any, R]) -> R:
+    """Await a user's coroutine within a time limit, if there is one; every exception becomes an `EnvFault`."""
     waiting = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_guarded(names, coroutine), _loop()))
     try:
         done, _ = await asyncio.wait([waiting], timeout=limit_s)

@@ -71,7 +71,7 @@ class EnvConfig(Section):
     reward: tuple[Annotated[str, REWARD], ...] = Field(
         default=(),
         description="function of an episode whose value, times its weight, is a part of the reward: my.py:brevity@0.1; "
-        "answer@1 is the environment's own reward; empty: that alone",
+        "judge.yaml@0.5: a model that judges; answer@1: the environment's own reward; empty: that alone",
     )
     success: SuccessSetting = Field(default=None, description=SUCCESS_DESCRIPTION)
     reward_max_val: float | None = Field(

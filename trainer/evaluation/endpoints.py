@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from agents.endpoints.client import EndpointClient
 from agents.endpoints.episode import EndpointEpisode
+from agents.endpoints.judge import load_rewards
 from agents.recording import Recorder
 from agents.recording.manifest import text_manifest
 from agents.rollout.episode import Episode, by_entry
-from agents.rollout.rewards import RewardSum
 from envs.execution.load import load_env
 from envs.spec import EnvSpec
 from trainer.checkpoint.run_dir import EPISODES, make_folder
@@ -61,7 +61,7 @@ def prepare_endpoints(config: EvaluateConfig) -> list[EndpointContext]:
     spec = config.env.resolve()
     build_env = load_env(spec)
     for entry in spec.entries:
-        RewardSum.load(entry.reward)
+        load_rewards(entry.reward)
     tool_format = spec.args().tool_format
     cache = config.endpoints.endpoint_cache
     endpoints = config.endpoints.endpoints(config.model.model)

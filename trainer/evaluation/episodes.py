@@ -188,6 +188,7 @@ class ProblemPlayer:
             outcomes=tuple(outcome for turn in t.turns for outcome in tool_outcomes(turn)),
             is_first_turn_right=self._first_turn(t) if self._grades_first_turn else None,
             attempts=self._attempts(t),
+            verdicts={judge: t.rewards[judge] for judge in t.verdicts},
         )
 
     def _is_right(self, t: Trajectory) -> bool | None:
@@ -195,7 +196,7 @@ class ProblemPlayer:
 
     def _attempts(self, t: Trajectory) -> tuple[bool, ...]:
         """Return whether each graded answer was right; none of a broken episode."""
-        if not (t.end_reason.is_valid and t.turns):
+        if not (t.end_reason.is_graded and t.turns):
             return ()
         marks = [self._mark(t, turn) for turn in t.turns]
         scored = tuple(mark for mark in marks if mark is not None)
@@ -217,7 +218,7 @@ class ProblemPlayer:
 
     def _first_turn(self, t: Trajectory) -> bool | None:
         """Return whether the answer after the first turn was right; None if the episode does not show it."""
-        if not (t.end_reason.is_valid and t.turns):
+        if not (t.end_reason.is_graded and t.turns):
             return False
         mark = self._mark(t, t.turns[0])
         if mark is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from agents.types import EndReason
+from trainer.evaluation.judges import JudgeAgreement, agreements
 from trainer.evaluation.statistics import Estimate, Intervals, estimate_mean, estimate_pass, estimate_share, mcnemar
 
 #: The figures that policies are compared by, as fields of an `Evaluation`.
@@ -29,7 +30,7 @@ class EvaluatedEpisode:
     `is_right`: it is a success, see `agents.types.is_success`; None where the environment knows none.
     `is_first_turn_right`: the answer after its first turn was right; None if not graded. `outcomes` lists the outcomes
     of its tool calls, "none" for a turn without a call. `attempts` says of each graded answer, in order, whether it was
-    right: those that a turn's step scored, then the one at the end.
+    right: those that a turn's step scored, then the one at the end. `verdicts` has the value of each judge.
     """
 
     reward: float
@@ -40,6 +41,7 @@ class EvaluatedEpisode:
     outcomes: tuple[str, ...] = ()
     is_first_turn_right: bool | None = None
     attempts: tuple[bool, ...] = ()
+    verdicts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_calls(self) -> int:
@@ -120,6 +122,7 @@ class Evaluation:
     - `first_turn`: the accuracy of the answers after the first turn; None if not graded.
     - `tool_outcomes`: counts over `num_turns` turns; `mean_tool_calls`: calls in an episode.
     - `second_attempts`: None if no episode has a second graded answer.
+    - `judges`: how each judge among the reward functions agrees with the grader.
     - `by_tag["level"]["3"]`: the main figure on problems of level 3.
     - `by_env["geo3k"]`: the same statistics on the problems of one environment of a mixture. Accuracies of a mixture
       are over the problems whose environments know a success.
@@ -143,6 +146,7 @@ class Evaluation:
     by_tag: Mapping[str, Mapping[str, Estimate]]
     mean_tool_calls: float = 0.0
     second_attempts: SecondAttempts | None = None
+    judges: Mapping[str, JudgeAgreement] = field(default_factory=dict)
     by_env: Mapping[str, Evaluation] = field(default_factory=dict)
 
     @property
@@ -210,6 +214,7 @@ def summarise(
         by_tag=_by_tag(results_P, how, reward_bounds),
         mean_tool_calls=sum(episode.num_calls for episode in episodes) / len(episodes),
         second_attempts=_second_attempts(results_P, how) if has_success else None,
+        judges=agreements(episodes),
         by_env={
             env: summarise([result for result in results_P if result.env == env], ks, how, reward_bounds)
             for env in envs

@@ -11,6 +11,7 @@ from envs.console import Console
 from envs.success import Success
 from trainer.evaluation.curve import title
 from trainer.evaluation.evaluator import Report
+from trainer.evaluation.judges import THRESHOLD
 from trainer.evaluation.results import Evaluation, EvaluationDifference, Figure, by_environment
 
 #: The most values of one metadata key that are shown; the file has all.
@@ -30,7 +31,7 @@ def print_report(console: Console, report: Report) -> None:
     console.print(_main_table(report, report.ways, "together, " if first.by_env else ""))
     if report.difference:
         console.print(_difference_line(report, report.difference), soft_wrap=True)
-    for table in (_ends(report), _outcomes(report), *_tags(report)):
+    for table in (_ends(report), _outcomes(report), _judges(report), *_tags(report)):
         if table.row_count:
             console.print(table)
 
@@ -154,6 +155,17 @@ def _outcomes(report: Report) -> Table:
                 else:
                     name = outcome
                 table.add_row(title(way), name, str(count), f"{count / evaluation.num_turns:.3f}")
+    return table
+
+
+def _judges(report: Report) -> Table:
+    """Return how the judges agree with the grader."""
+    names = ["episodes", "agreement", "both right", "judge alone", "grader alone", "both wrong"]
+    table = _table(f"Judges against the grader, right from {THRESHOLD:g}", "", "judge", *names, num_words=2)
+    for way, evaluation in by_environment(report.ways).items():
+        for judge, found in evaluation.judges.items():
+            counts = found.right_right, found.right_wrong, found.wrong_right, found.wrong_wrong
+            table.add_row(title(way), judge, str(found.num_episodes), f"{found.agreement:.3f}", *map(str, counts))
     return table
 
 

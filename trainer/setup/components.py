@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agents.endpoints.judge import load_rewards
 from agents.engines.base import Engine
 from agents.model.architectures import read_config
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
 from agents.rollout.episode import Episode, Limits, by_entry
-from agents.rollout.rewards import RewardSum
 from agents.types import SamplingParams
 from envs.spec import EnvLimits, EnvSpec
 from trainer.config.learner import ClusterConfig, LearnerPlan
@@ -162,6 +162,6 @@ def build_episode(
     def of_entry(entry: EnvSpec, turns: int) -> Episode:
         limits = Limits(turns, max_new_tokens, EnvLimits.of(entry))
         thinking = find_thinking(renderer.template, entry.thinking)
-        return Episode(engine, renderer, limits, sampling, use_tools, thinking, RewardSum.load(entry.reward))
+        return Episode(engine, renderer, limits, sampling, use_tools, thinking, load_rewards(entry.reward))
 
     return by_entry(spec, max_turns, of_entry)

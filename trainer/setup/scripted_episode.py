@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from agents.endpoints.judge import load_rewards
 from agents.engines.scripted import ScriptedEngine
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
-from agents.rollout.rewards import NONE_APPLIES, RewardSum
+from agents.rollout.rewards import NONE_APPLIES
 from agents.types import EndReason, GenerateRequest, SamplingParams, Trajectory, TrajectoryGroup
 from envs.checking.error_location import located_line
 from envs.env import EnvArgs
@@ -59,7 +60,7 @@ def _try_on(
     group_size: int,
 ) -> None:
     """As `try_functions`, of one environment."""
-    rewards = RewardSum.load(spec.reward)
+    rewards = load_rewards(spec.reward)
     for sample in first:
         played = asyncio.run(_played(spec, build_env, args, renderer, sample))
         # A broken episode says nothing of the functions that judge it.

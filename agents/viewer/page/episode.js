@@ -215,6 +215,11 @@ function sideFacts({ run, episode, stream }) {
       make("h2", { text: "Rewards" }),
       factList(rewards.map(([name, value]) => [visible(name.slice(0, 80)), reward(value)])),
     );
+  for (const [judge, text] of Object.entries(episode.verdicts || {}))
+    box.append(
+      make("h2", { text: `Verdict of ${visible(judge.slice(0, 80))}` }),
+      textBlock(asText(text)),
+    );
   const metadata = Object.entries(episode.metadata || {});
   if (metadata.length)
     box.append(

@@ -355,6 +355,19 @@ def test_the_first_observation_is_shown_before_the_first_turn(visit: Open, tmp_p
         assert said.evaluate_all("all => all.map(each => each.matches('.is-same'))") == [False, True, False]
 
 
+def test_the_verdict_of_a_judge_is_shown_with_its_number(visit: Open, tmp_path: Path) -> None:
+    words = Words()
+    said = "<b>Clear.</b>\nScore: 8"
+    judged = replace(episode(words, ["x"], []), rewards={"answer": 1.0, "judge": 0.8}, verdicts={"judge": said})
+    with Recorder(tmp_path / "episodes", manifest(), words.spell) as recorder:
+        recorder.write(judged, 1)
+    export(tmp_path / "page.html", [Source(tmp_path)])
+    side = visit(address=f"file://{tmp_path / 'page.html'}", fragment="#/episode/train-0-0").page.locator(".side")
+    expect(side).to_contain_text("judge0.80")
+    expect(side).to_contain_text("Verdict of judge")
+    expect(side.locator(".text")).to_have_text(said)
+
+
 def test_what_is_known_of_the_reward_is_beside_each_turn(visit: Open, tmp_path: Path) -> None:
     page = visit("small", "#/episode/train-2-3").page
     expect(page.locator(".turn-facts")).to_contain_text("episode's reward 1.00")
