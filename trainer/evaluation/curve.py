@@ -37,8 +37,6 @@ def evaluation_metrics(ways: Ways) -> dict[str, float]:
                 metrics[f"eval/{way}/{name}_low"] = estimate.low
                 metrics[f"eval/{way}/{name}_high"] = estimate.high
         metrics[f"eval/{way}/turns"] = found.mean_turns
-        if found.second_attempts and found.second_attempts.after_wrong:
-            metrics[f"eval/{way}/second_attempt_right_after_wrong"] = found.second_attempts.after_wrong.value
     return metrics
 
 

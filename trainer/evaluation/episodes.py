@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
-from numbers import Real
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from agents.rollout.episode import Episode
 from agents.rollout.groups import GroupProblem, RolloutOptions
 from agents.rollout.manager import RolloutManager
-from agents.types import EndReason, Trajectory, TrajectoryGroup, Turn, is_success
-from envs.contract import EnvFault, EpisodeEnv
+from agents.types import EndReason, Trajectory, TrajectoryGroup, is_success
+from envs.contract import EpisodeEnv
 from envs.env import EnvArgs
 from envs.errors import UserError, did_you_mean
-from envs.execution.runner import EnvRunner
 from envs.spec import EnvSpec
-from envs.types import SampleSource, private
+from envs.types import SampleSource
 from trainer.config.inputs import Tools
 from trainer.evaluation.results import EvaluatedEpisode, Evaluation, ProblemResult, summarise
 from trainer.evaluation.statistics import Intervals
 from trainer.metrics.log import tool_outcomes
 
-#: The key in a step's info for the score, from 0 to 1, of an answer that the model gave in that turn.
-TOOL_SCORE = "tool_score"
 TAGS = ("family", "level")
 WITH_TOOL = "with_tool"
 WITHOUT_TOOL = "without_tool"
@@ -82,7 +75,6 @@ class EvaluationOptions:
     num_samples: int = 1
     seed: int = 0
     max_concurrent: int = 1024
-    grades_first_turn: bool = False
     tags: tuple[str, ...] = TAGS
 
 
@@ -135,15 +127,9 @@ class ProblemPlayer:
                 first = len(self.results)
                 groups = (await manager.collect(min(num_left, self.options.max_concurrent))).groups
                 self.results += [self._result(number, group) for number, group in enumerate(groups, first)]
-                if self._grades_first_turn:
-                    await self._replay_first_turns(first, groups)
         finally:
             left = enumerate(await manager.close(), len(self.results))
             self.results += [self._result(number, group) for number, group in left if self._is_whole(group)]
-
-    @property
-    def _grades_first_turn(self) -> bool:
-        return self.options.grades_first_turn and self.spec.success_rule is not None
 
     def _problem(self, number: int) -> GroupProblem:
         return GroupProblem(self.samples[number], self.options.seed, number)
@@ -181,83 +167,9 @@ class ProblemPlayer:
         self._info_keys.update(str(key) for turn in t.turns for key in turn.info)
         return EvaluatedEpisode(
             reward=t.reward,
-            is_right=self._is_right(t),
+            is_right=is_success(t, self.spec.success_rule),
             end_reason=t.end_reason,
             num_turns=len(t.turns),
             num_tokens=t.num_model_tokens,
             outcomes=tuple(outcome for turn in t.turns for outcome in tool_outcomes(turn)),
-            is_first_turn_right=self._first_turn(t) if self._grades_first_turn else None,
-            attempts=self._attempts(t),
         )
-
-    def _is_right(self, t: Trajectory) -> bool | None:
-        return is_success(t, self.spec.success_rule)
-
-    def _attempts(self, t: Trajectory) -> tuple[bool, ...]:
-        """Return whether each graded answer was right; none of a broken episode."""
-        if not (t.end_reason.is_valid and t.turns):
-            return ()
-        marks = [self._mark(t, turn) for turn in t.turns]
-        scored = tuple(mark for mark in marks if mark is not None)
-        if marks[-1] is not None:
-            return scored
-        return (*scored, bool(self._is_right(t)))
-
-    def _mark(self, t: Trajectory, turn: Turn) -> bool | None:
-        """Return whether the answer that a turn's step scored was right; None if it scored none."""
-        score: Any = turn.info.get(TOOL_SCORE)
-        if not isinstance(score, Real):
-            return None
-        part = self.spec.part(t.metadata)
-        success = part.success_rule
-        share = float(min(1.0, max(0.0, score)))
-        if success is None or success.key:
-            return share == 1.0
-        return success.holds(part.args().reward(share), [])
-
-    def _first_turn(self, t: Trajectory) -> bool | None:
-        """Return whether the answer after the first turn was right; None if the episode does not show it."""
-        if not (t.end_reason.is_valid and t.turns):
-            return False
-        mark = self._mark(t, t.turns[0])
-        if mark is not None:
-            return mark
-        if len(t.turns) == 1:
-            return self._is_right(t)
-        return None
-
-    async def _replay_first_turns(self, first: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """Complete the results from `first` on: replay the first turns that their episodes did not grade."""
-        limit = asyncio.Semaphore(self.options.max_concurrent)
-
-        async def complete(number: int, t: Trajectory, result: EvaluatedEpisode) -> EvaluatedEpisode:
-            if result.is_first_turn_right is not None:
-                return result
-            async with limit:
-                return replace(result, is_first_turn_right=await self._replay(number, t.turns[0].text))
-
-        async def complete_problem(number: int, group: TrajectoryGroup) -> None:
-            result = self.results[number]
-            both = zip(group.trajectories, result.episodes, strict=True)
-            episodes = await asyncio.gather(*(complete(number, t, episode) for t, episode in both))
-            self.results[number] = replace(result, episodes=tuple(episodes))
-
-        await asyncio.gather(*(complete_problem(number, group) for number, group in enumerate(groups, first)))
-
-    async def _replay(self, number: int, text: str) -> bool:
-        """Return whether a new environment of a problem rewards a first turn as a right answer."""
-        sample = self.samples[number]
-        success = self.spec.part(sample.metadata).success_rule
-        if success is None:
-            return False
-        episode = self.episode.part(sample)
-        make_env = lambda: self._build_env(private(sample), deepcopy(self._args))  # noqa: E731
-        runner = EnvRunner(make_env, episode.limits.env, sample.id, episode.thinking)
-        try:
-            await runner.open()
-            step = await runner.step(text)
-            return success.holds(await runner.reward(text), [step.info])
-        except EnvFault:
-            return False
-        finally:
-            await runner.close()

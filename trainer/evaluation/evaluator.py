@@ -39,8 +39,8 @@ from trainer.checkpoint.run_dir import EPISODES, make_folder
 from trainer.config.evaluation import EvaluateConfig, MeasurementConfig
 from trainer.config.inputs import NUM_HELD_OUT, check_device
 from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, ways
-from trainer.evaluation.results import Evaluation, EvaluationDifference, ProblemResult, compare, summarise
-from trainer.evaluation.statistics import Intervals
+from trainer.evaluation.results import Evaluation, ProblemResult, compare, summarise
+from trainer.evaluation.statistics import Estimate, Intervals
 from trainer.metrics.console import Display
 from trainer.setup.components import build_episode
 from trainer.setup.engines import EngineRoom, build_engine, check_engine
@@ -144,7 +144,7 @@ class Report:
     partial: str
     seconds: float
     ways: Mapping[str, Evaluation]
-    difference: EvaluationDifference | None
+    difference: Estimate | None
     usage: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
@@ -291,7 +291,6 @@ class Evaluator:
             num_samples=own.samples,
             seed=derive_seed(own.seed, "evaluate"),
             max_concurrent=own.max_concurrent,
-            grades_first_turn=way.max_turns > 1,
             tags=own.tag,
         )
         args = context.spec.args(way.max_turns, context.tool_format)
@@ -374,8 +373,6 @@ def result_line(way: str, result: ProblemResult) -> dict[str, Any]:
         "tags": dict(result.tags),
         "rewards": [episode.reward for episode in episodes],
         "right": [episode.is_right for episode in episodes],
-        "first_turn_right": [episode.is_first_turn_right for episode in episodes],
-        "attempts": [list(episode.attempts) for episode in episodes],
         "turns": [episode.num_turns for episode in episodes],
         "tokens": [episode.num_tokens for episode in episodes],
         "end_reasons": [episode.end_reason.value for episode in episodes],

@@ -78,20 +78,6 @@ def pass_at_k(num: int, num_right: int, k: int) -> float:
     return (ways - math.comb(num - num_right, k)) / ways
 
 
-def mcnemar(num_gained: int, num_lost: int) -> float:
-    """Return the exact two-sided p-value for no difference between two ways of playing the same problems.
-
-    `num_gained` problems are right in the first way alone, `num_lost` in the second alone. If the ways are equally
-    good, `num_gained` is binomial with probability 1/2 (McNemar, Psychometrika 12 (1947), 153-157, exact form).
-
-    >>> mcnemar(5, 1)
-    0.21875
-    """
-    num = num_gained + num_lost
-    tail = sum(math.comb(num, count) for count in range(min(num_gained, num_lost) + 1))
-    return min(1.0, 2 * tail / 2**num)
-
-
 def bootstrap(values_P: ArrayLike, how: Intervals, weights_P: ArrayLike | None = None) -> tuple[float, float]:
     """Return the percentile interval of a mean, or weighted mean, over problems.
 

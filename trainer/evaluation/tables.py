@@ -11,7 +11,7 @@ from envs.console import Console
 from envs.success import Success
 from trainer.evaluation.curve import title
 from trainer.evaluation.evaluator import Report
-from trainer.evaluation.results import Evaluation, EvaluationDifference, Figure, by_environment
+from trainer.evaluation.results import Evaluation, Figure, by_environment
 
 #: The most values of one metadata key that are shown; the file has all.
 MAX_VALUES_SHOWN = 24
@@ -29,7 +29,10 @@ def print_report(console: Console, report: Report) -> None:
         console.print(_main_table(report, {way: found.by_env[env] for way, found in report.ways.items()}, f"{env}, "))
     console.print(_main_table(report, report.ways, "together, " if first.by_env else ""))
     if report.difference:
-        console.print(_difference_line(report, report.difference), soft_wrap=True)
+        first, second = map(title, report.ways)
+        d = report.difference
+        line = f"{first} less {second}, {d.num_problems} problems: {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
+        console.print(line, soft_wrap=True)
     for table in (_ends(report), _outcomes(report), *_tags(report)):
         if table.row_count:
             console.print(table)
@@ -98,9 +101,6 @@ def _column(evaluation: Evaluation) -> dict[str, str]:
     cells = {"problems": str(e.num_problems)}
     cells |= {"accuracy (pass@1)": str(e.accuracy)} if e.accuracy else {}
     cells |= {f"pass@{k}": str(estimate) for k, estimate in e.pass_at.items() if k > 1}
-    cells |= {"accuracy after turn 1": str(e.first_turn)} if e.first_turn else {}
-    if e.second_attempts and e.second_attempts.after_wrong:
-        cells["second attempts right after a wrong first"] = str(e.second_attempts.after_wrong)
     cells |= {"mean reward": str(e.mean_reward)} if e.mean_reward else {}
     return cells | {
         "broken episodes": f"{e.num_broken} of {num_episodes}",
@@ -109,19 +109,6 @@ def _column(evaluation: Evaluation) -> dict[str, str]:
         "tool calls": f"{e.mean_tool_calls:.2f}",
         "model tokens": f"{e.mean_tokens:.1f}",
     }
-
-
-def _difference_line(report: Report, difference: EvaluationDifference) -> str:
-    first, second = map(title, report.ways)
-    d = difference.accuracy or difference.mean_reward
-    assert d, "a difference has one of the two"
-    line = f"{first} less {second}, {d.num_problems} problems: {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
-    if difference.p_value is None:
-        return line
-    return (
-        f"{line}; {difference.num_gained} right only {first}, {difference.num_lost} only {second}, "
-        f"McNemar's exact p {difference.p_value:.2g}"
-    )
 
 
 def _main_figure(ways: Mapping[str, Evaluation]) -> Figure:
