@@ -22,7 +22,7 @@ from agents.rollout.invariants import Vocabulary, broken_invariant, broken_turn,
 from agents.rollout.rewards import RewardSum
 from agents.rollout.stream import Stream
 from agents.rollout.template_check import template_mismatch
-from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Timing, Trajectory, Turn
+from agents.types import EndReason, GenerateRequest, SamplingParams, Timing, Trajectory, Turn
 from envs.contract import EnvFault, EpisodeEnv, ToolFault, is_json, plain_dict
 from envs.execution.runner import EnvRunner, StepResult
 from envs.spec import EnvLimits, EnvSpec
@@ -65,7 +65,6 @@ class EpisodeState:
     env: EnvRunner
     seed: int
     messages: list[Message]
-    on_completion: Callable[[Completion], None]
     checks_template: bool
     stream: Stream = field(default_factory=Stream)
     turns: list[Turn] = field(default_factory=list)
@@ -120,12 +119,10 @@ class Episode:
         sample_index: int = 0,
         group: int = 0,
         attempt: int = 0,
-        on_completion: Callable[[Completion], None] = lambda completion: None,
     ) -> Trajectory:
         """Play one episode to its end, or until its task is cancelled with `ABORT`.
 
-        `sample_index`, `group` and `attempt` are stored in the trajectory. Calls `on_completion(completion)` each time
-        the engine has written a turn.
+        `sample_index`, `group` and `attempt` are stored in the trajectory.
 
         Raises only what the engine or our own code raises. An episode whose stream breaks a rule, in a turn or at its
         end, ends as `invalid_stream`; its `error` says which rule and where.
@@ -140,7 +137,7 @@ class Episode:
             return make_env()
 
         env = EnvRunner(build, self.limits.env, sample.id, self.thinking)
-        state = EpisodeState(env, seed, list(sample.prompt), on_completion, checks_template)
+        state = EpisodeState(env, seed, list(sample.prompt), checks_template)
         reward, end_reason, error = await self._play(state)
         stream = state.stream
         ids_T, mask_T, logprobs_T = stream.arrays()
@@ -264,7 +261,6 @@ class Episode:
         completion = await session.generate(request)
         answered = time.perf_counter()
         check_types(completion)
-        state.on_completion(completion)
         rule = broken_turn(number, request, completion)
         state.check_s += time.perf_counter() - answered
         start, end = stream.write(completion)

@@ -58,7 +58,7 @@ class RolloutOptions:
 
     `group_filter` says of each group whether it counts; the others are replaced in the same way.
 
-    `max_rollout_s` and `max_rollout_tokens` (model tokens) end a step in the same way; 0 is no limit.
+    `max_rollout_s` ends a step in the same way; 0 is no limit.
     """
 
     group_size: int
@@ -70,7 +70,6 @@ class RolloutOptions:
     stop_early: bool = False
     max_staleness: int = 0
     max_rollout_s: float = 0.0
-    max_rollout_tokens: int = 0
     group_filter: Callable[[TrajectoryGroup], bool] | None = None
 
     def counts(self, group: TrajectoryGroup) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from agents.rollout.episode import ABORT, Episode
 from agents.rollout.groups import GroupProblem, ManagerState, Queue, RolloutOptions, RunningGroup, StepRollout
-from agents.types import Completion, Trajectory, TrajectoryGroup
+from agents.types import Trajectory, TrajectoryGroup
 from envs.contract import EpisodeEnv
 from envs.types import Sample, private
 
@@ -72,11 +72,11 @@ class RolloutManager:
                 self._queue_missing(group)
         self._running: dict[asyncio.Task[Trajectory], _Begun] = {}
         self._aborted: dict[int, TrajectoryGroup] = {}  # by number; neither `collect` nor `close` has returned them yet
-        self._num_complete = self._num_counting = self._num_to_begin = self._num_tokens = 0
+        self._num_complete = self._num_counting = self._num_to_begin = 0
         self._num_groups = self._num_steps = 0  # groups of a step, and the steps that groups are played for
         self._num_ahead = 0  # of these, the steps that come after the one that is collected or learnt from
         self._changed = asyncio.Event()
-        self._spent_limit = ""
+        self._is_time_up = False
         self._failure: Exception | None = None
 
     async def collect(self, num_groups: int, steps_to_come: float = math.inf) -> StepRollout:
@@ -121,16 +121,15 @@ class RolloutManager:
         options = self.options
         self._num_groups = num_groups
         self._num_steps = self._num_ahead + 1
-        self._num_tokens = 0
-        self._spent_limit = ""
+        self._is_time_up = False
         timer = None
         if options.max_rollout_s:
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(options.max_rollout_s, self._end_step, f"{options.max_rollout_s:g} s")
+            timer = loop.call_later(options.max_rollout_s, self._end_step)
         try:
             while True:
                 self._begin_groups()
-                if self._failure or self._spent_limit or self._is_enough or not self._num_unfinished:
+                if self._failure or self._is_time_up or self._is_enough or not self._num_unfinished:
                     break
                 self._changed.clear()
                 await self._changed.wait()
@@ -236,7 +235,6 @@ class RolloutManager:
             sample_index=copy,
             group=group.number,
             attempt=group.attempt,
-            on_completion=self._count_tokens,
         )
 
     def _on_end(self, task: asyncio.Task[Trajectory]) -> None:
@@ -274,13 +272,8 @@ class RolloutManager:
         self._num_complete += 1
         self._num_counting += self._counts(group)
 
-    def _count_tokens(self, completion: Completion) -> None:
-        self._num_tokens += len(completion.ids)
-        if 0 < self.options.max_rollout_tokens <= self._num_tokens:
-            self._end_step(f"{self.options.max_rollout_tokens} tokens")
-
-    def _end_step(self, limit: str) -> None:
-        self._spent_limit = self._spent_limit or limit
+    def _end_step(self) -> None:
+        self._is_time_up = True
         self._changed.set()
 
     async def _abort(self, groups: Iterable[RunningGroup]) -> None:
@@ -324,9 +317,10 @@ class RolloutManager:
             surplus = self._remove(counting[num_groups:])
         shortfall = ""
         if len(chosen) < num_groups:
-            unfinished = f", {len(aborted) + len(self._groups)} unfinished when {self._spent_limit} were spent"
             shortfall = f"{len(chosen)} of {num_groups} groups count: {len(filtered)} with equal rewards"
-            shortfall += unfinished if self._spent_limit else ""
+            if self._is_time_up:
+                num_left = len(aborted) + len(self._groups)
+                shortfall += f", {num_left} unfinished when {self.options.max_rollout_s:g} s were spent"
         return StepRollout(
             groups=tuple(chosen.values()),
             filtered=tuple(filtered.values()),

@@ -378,7 +378,6 @@ def test_too_many_broken_streams_stop_the_run_with_the_rule_that_broke(
     ("argv", "flag"),
     [
         (["--oversample", "4"], "max_oversample: must be at least --oversample 4"),
-        (["--max-staleness", "1", "--config", "budget.yaml"], "--max-staleness: cannot .* max_rollout_tokens"),
         (["--keep-kv-cache"], "--keep-kv-cache: needs --max-staleness above 0"),
         (["--keep-kv-cache", "--max-staleness", "1", "--placement", "colocate", "--engine", "sglang"], COLOCATE),
         (["--keep-kv-cache", "--max-staleness", "1", "--engine", "mine.py:make"], "--keep-kv-cache: is for .*mine.py"),
@@ -388,7 +387,6 @@ def test_flags_of_the_rollout_that_contradict_each_other_are_refused(
     argv: list[str], flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("budget.yaml").write_text("rollout: {max_rollout_tokens: 9}")
     with pytest.raises(UserError, match=flag):
         run(argv)
 

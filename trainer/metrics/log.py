@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from agents.recording.run_files import METRICS
@@ -24,7 +22,6 @@ from agents.rollout.groups import StepRollout
 from agents.types import Trajectory, Turn
 from envs.contract import TOOL_FAULT
 from envs.errors import UserError, first_line
-from trainer.algorithms.policy_loss import k3_kl
 from trainer.metrics.trackers import TrackedRun, Tracker, open_trackers
 from trainer.types import StepStats
 
@@ -157,25 +154,6 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[
         "staleness/max": max(tokens, default=0),
         **{f"staleness/{age}_frac": count / total for age, count in sorted(tokens.items())},
     }
-
-
-def kl_by_staleness(rollout: StepRollout, stats: StepStats) -> dict[str, float]:
-    """Return `rollout_train_kl` over the tokens of each age alone, where there are tokens of older weights."""
-    trained = [t for group in rollout.groups for t in group.trajectories if t.key in stats.logprobs]
-    ages = [rollout.weight_version - _versions_of(t) for t in trained]
-    if not any(age_N.any() for age_N in ages):
-        return {}
-    age_N = np.concatenate(ages)
-    ours_N = np.concatenate([stats.logprobs[t.key] for t in trained])
-    theirs_N = np.concatenate([t.logprobs_T[t.mask_T.astype(bool)] for t in trained])
-    kl_N = k3_kl(torch.from_numpy(ours_N), torch.from_numpy(theirs_N)).numpy()
-    return {f"rollout_train_kl/staleness_{age}": float(kl_N[age_N == age].mean()) for age in np.unique(age_N)}
-
-
-def _versions_of(trajectory: Trajectory) -> NDArray[np.int64]:
-    """Return the version of each model token (N,)."""
-    runs = [run for turn in trajectory.turns for run in turn.versions]
-    return np.repeat([version for version, _ in runs], [count for _, count in runs])
 
 
 def tool_outcomes(turn: Turn) -> list[str]:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 from agents.cli.text import path_text
@@ -24,7 +23,7 @@ from trainer.config.run import RunConfig
 from trainer.config.sources import INHERITED, read_config
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
-from trainer.rollouts.compare_runs import Comparison, compare, other_settings
+from trainer.rollouts.compare_runs import Comparison, compare
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.rollouts.recorded_groups import RecordedSteps
 from trainer.rollouts.recording_check import RecordingCheck
@@ -37,8 +36,6 @@ from trainer.setup.run_context import RunContext, begin_or_resume, open_run
 from trainer.setup.start import Start
 from trainer.weight_sync.sync import NoWeightSync
 
-#: Packages whose versions change what a step computes.
-COMPUTING = ("torch", "transformers")
 #: Sections that only live rollouts read, and the fields of them that training reads too.
 _PLAYED = ("env", "data", "rollout")
 _READ: tuple[FieldPath, ...] = (
@@ -57,24 +54,13 @@ class RecordedContext(RunContext):
 
     def notes(self) -> list[str]:
         """Return the messages to print before the first step."""
-        other = path_text(self.recorded.run)
-        steps = len(self.recorded.steps)
-        settings = other_settings(self.config, self.base)
-        recorded = self.recorded.recording.manifest.versions
-        here = {name: version(name) for name in COMPUTING}
-        differing = [
-            f"{name} {own} (there {recorded.get(name)})" for name, own in here.items() if own != recorded.get(name)
-        ]
-        if settings:
-            notes = [f"settings other than in {other}: {', '.join(settings)}"]
-        else:
-            notes = []
-        notes += [f"versions other than in {other}: {', '.join(differing)}"] if differing else []
-        return [*notes, f"{self.recorded.num_episodes} episodes of {steps} steps recorded in {other}"]
+        recorded = self.recorded
+        steps = f"{recorded.num_episodes} episodes of {len(recorded.steps)} steps"
+        return [f"{steps} recorded in {path_text(recorded.run)}"]
 
     def closing_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return how the steps compare with those of the recorded run."""
-        return self.compared(rows).lines(path_text(self.recorded.run))
+        return [self.compared(rows).line(path_text(self.recorded.run))]
 
     def compared(self, rows: Sequence[Mapping[str, Any]]) -> Comparison:
         """Return how the metrics of this run compare with those of the recorded one."""

@@ -39,7 +39,7 @@ from trainer.evaluation.results import Figure
 from trainer.metrics.clock import StepClock
 from trainer.metrics.console import Display
 from trainer.metrics.curves import draw_rewards
-from trainer.metrics.log import kl_by_staleness, rollout_metrics
+from trainer.metrics.log import rollout_metrics
 from trainer.rollouts.protocol import Rollouts
 from trainer.rollouts.run_card import run_card
 from trainer.rollouts.run_state import LoopState, kept_random_state, read_loop_state, seed_random
@@ -294,7 +294,6 @@ class TrainingSession(RunSession[LoopState]):
         metrics |= {"idle/learner_time_frac": clock.seconds["rollout_s"] / clock.total_s, **self.rollouts.idle_fracs()}
         metrics["tokens_per_s"] = sum(t.num_model_tokens for t in rollout.played) / clock.total_s
         metrics |= {"step": float(self.step), **(stats.row() if stats else {})}
-        metrics |= kl_by_staleness(rollout, stats) if stats else {}
         try:
             metrics |= self.callbacks.on_step_end(self.step, metrics)
         finally:
@@ -410,9 +409,7 @@ class TrainingSession(RunSession[LoopState]):
         sees_images = self.context.renderer.images is not None
         ending = ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted)
         for name, step in {MODEL: len(rows), **({BEST: self.best.step} if self.best else {})}.items():
-            card = run_card(
-                self.folder.name, self.config, self.context.spec, self.curve, rows, step, ending, sees_images
-            )
+            card = run_card(self.folder.name, self.config, self.context.spec, self.curve, step, ending, sees_images)
             write_card(card, self.folder / name, self.folder / REWARD_CURVE)
 
 
