@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -132,21 +133,22 @@ class Stuck(ScriptedEngine):
         self.renderer, self.num_written, self.error = renderer, num_written, error
         self.reached = asyncio.Event()
 
-    def session(self) -> Any:
-        session, engine = super().session(), self
-        write = session.generate
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[Any]:
+        async with super().session() as session:
+            write = session.generate
 
-        async def generate(request: GenerateRequest) -> Completion:
-            if number_in(engine.renderer, request) >= engine.num_written:
-                engine.reached.set()
-                if engine.error:
-                    await asyncio.sleep(0.01)
-                    raise engine.error
-                await asyncio.Event().wait()
-            return await write(request)
+            async def generate(request: GenerateRequest) -> Completion:
+                if number_in(self.renderer, request) >= self.num_written:
+                    self.reached.set()
+                    if self.error:
+                        await asyncio.sleep(0.01)
+                        raise self.error
+                    await asyncio.Event().wait()
+                return await write(request)
 
-        session.generate = generate
-        return session
+            session.generate = generate
+            yield session
 
 
 def stuck(renderer: Renderer, **options: Any) -> tuple[Stuck, ProblemPlayer]:
@@ -185,14 +187,14 @@ def test_a_turn_that_the_engine_gave_up_is_a_wrong_episode_of_a_whole_problem(re
     stop = renderer.stop_ids[-1]
 
     class GivesUp(ScriptedEngine):
-        def session(self) -> Any:
-            session = super().session()
-
+        @asynccontextmanager
+        async def session(self) -> AsyncIterator[Any]:
             async def generate(request: GenerateRequest) -> Completion:
                 return Completion((stop,), (0.0,), "abort", len(request.ids), ((0, 1),))
 
-            session.generate = generate
-            return session
+            async with super().session() as session:
+                session.generate = generate
+                yield session
 
     play.episode.engine = GivesUp(renderer.tokenizer, lambda *_: "")
     asyncio.run(play.run())
