@@ -79,21 +79,13 @@ class RolloutOptions:
         return self.group_filter is None or self.group_filter(group)
 
 
-@dataclass(frozen=True)
-class Queue:
-    """The groups in flight as a step begins: complete ones that wait to be taken, and those in progress."""
-
-    num_waiting: int = 0
-    num_in_progress: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class StepRollout:
     """Every group that a step has ended, each tuple in order of number.
 
     `groups` are those to train on. `filtered` have equal rewards; `surplus` were complete and not needed; `aborted`
     were cut off and hold what was played of them. `shortfall` says why there are fewer groups than requested, or is
-    empty. `weight_version` is that of the weights that the step starts from, and `queue` what was in flight then.
+    empty. `weight_version` is that of the weights that the step starts from.
     `pools` counts the problems of a curriculum's pools after the step.
     """
 
@@ -103,7 +95,6 @@ class StepRollout:
     aborted: tuple[TrajectoryGroup, ...] = ()
     shortfall: str = ""
     weight_version: int = 0
-    queue: Queue = Queue()
     pools: Mapping[str, int] = field(default_factory=dict)
 
     @property

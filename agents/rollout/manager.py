@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from agents.rollout.episode import ABORT, Episode
-from agents.rollout.groups import GroupProblem, ManagerState, Queue, RolloutOptions, RunningGroup, StepRollout
+from agents.rollout.groups import GroupProblem, ManagerState, RolloutOptions, RunningGroup, StepRollout
 from agents.types import Trajectory, TrajectoryGroup
 from envs.contract import EpisodeEnv
 from envs.types import Sample, private
@@ -90,14 +90,13 @@ class RolloutManager:
         await self._abort(self._too_old())
         self._recount()
         self._num_ahead = int(min(self.options.max_staleness, steps_to_come))
-        queue = Queue(self._num_counting, len(self._groups) - self._num_complete)
         try:
             await self._play(num_groups)
         finally:
             self._num_steps = self._num_to_begin = 0
         if not self.options.max_staleness:
             await self._abort(group for group in self._groups.values() if group.result is None)
-        rollout = self._step_rollout(num_groups, queue)
+        rollout = self._step_rollout(num_groups)
         self._go_on()
         return rollout
 
@@ -299,7 +298,7 @@ class RolloutManager:
         groups = {number: self._groups.pop(number) for number in tuple(numbers)}
         return {number: group.result or group.so_far() for number, group in groups.items()}
 
-    def _step_rollout(self, num_groups: int, queue: Queue) -> StepRollout:
+    def _step_rollout(self, num_groups: int) -> StepRollout:
         """Remove and return all groups that this step has ended."""
         aborted = self._take_aborted()
         complete = [number for number, group in self._groups.items() if group.result]
@@ -327,7 +326,6 @@ class RolloutManager:
             surplus=tuple(surplus.values()),
             aborted=aborted,
             shortfall=shortfall,
-            queue=queue,
         )
 
 

@@ -48,7 +48,7 @@ def num_members(path: Path) -> int:
 def is_same_everywhere(name: str) -> bool:
     """Return whether a metric depends on the run alone: not on the clock, on a process's image store, its start or its
     engine."""
-    return not name.endswith(("_s", "_time_frac")) and not name.startswith(("images/", "probe_", "sync_", "queue/"))
+    return not name.endswith(("_s", "_time_frac")) and not name.startswith(("images/", "probe_", "sync_"))
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ Bounded = tuple[float, float, float]
 
 
 def draw_rewards(rows: Rows, held_out: Mapping[int, Bounded], path: Path, title: str, label: str) -> None:
-    """Draw reward and KL over the steps, and a held-out figure, `label`, with its intervals where it is known."""
+    """Draw the reward over the steps, and a held-out figure, `label`, with its intervals where it is known."""
     steps = [row["step"] for row in rows]
     rewards = [row["reward"] for row in rows]
     means = [sum(rewards[max(0, i - 9) : i + 1]) / min(10, i + 1) for i in range(len(rewards))]
@@ -31,9 +31,6 @@ def draw_rewards(rows: Rows, held_out: Mapping[int, Bounded], path: Path, title:
         shown = [*rewards, *(value for bounded in held_out.values() for value in bounded)]
         if all(-0.01 <= value <= 1.01 for value in shown):
             axes.set_ylim(0, 1)
-        other = axes.twinx()
-        other.semilogy(steps, [max(row.get("rollout_train_kl", 0.0), 1e-16) for row in rows], ":", color="C3", lw=1)
-        other.set_ylabel("rollout_train_kl (dotted)", color="C3")
         axes.legend(loc="lower right")
 
 

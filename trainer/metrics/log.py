@@ -52,7 +52,6 @@ def rollout_metrics(
     - `tool/OUTCOME`: tool calls per turn of complete groups. `tool_fault/TOOL`: those that raised, hung or ended the
       process, tool by tool.
     - `curriculum/POOL`: the training problems that are solved, learnable, unsolved and unseen, with `--curriculum`.
-    - `queue/waiting`, `queue/in_progress`: groups in flight as the step began, complete ones and others.
     """
     groups = (*rollout.groups, *rollout.filtered, *rollout.surplus)
     trajectories = [t for group in groups for t in group.trajectories]
@@ -74,8 +73,6 @@ def rollout_metrics(
         "groups_trained": len(rollout.groups),
         **{f"groups_{what}": len(unused) for what, unused in rollout.unused.items()},
         "env_s": sum(turn.env_s for turn in turns) / max(1, len(turns)),
-        "queue/waiting": rollout.queue.num_waiting,
-        "queue/in_progress": rollout.queue.num_in_progress,
     }
     for name in dict.fromkeys(name for t in valid for name in t.rewards):
         values = [t.rewards[name] for t in valid if name in t.rewards]
@@ -88,10 +85,6 @@ def rollout_metrics(
         for n in range(1, max_turns + 1):
             earned = [t.turns[n - 1].reward for t in valid if len(t.turns) >= n]
             metrics[f"turn_reward/{n}"] = sum(earned) / max(1, len(earned))
-    metrics |= {
-        f"reward_after_turn/{n}": sum(t.reward for t in valid if len(t.turns) == n) / max(1, len(valid))
-        for n in range(1, max_turns + 1)
-    }
     for env_id in env_ids:
         own = rollout_metrics(rollout.of_environment(env_id), max_turns, seconds)
         metrics |= {f"env/{env_id}/{name}": own[name] for name in own if _BY_ENVIRONMENT.fullmatch(name)}

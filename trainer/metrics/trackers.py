@@ -1,4 +1,4 @@
-"""Trackers get a run's metrics besides `metrics.jsonl`: TensorBoard, wandb and trackio.
+"""Trackers get a run's metrics besides `metrics.jsonl`: TensorBoard and wandb.
 
 A resumed run continues its curves. No tracker can end a run: `MetricsLog` drops a tracker that fails.
 
@@ -114,32 +114,6 @@ class Wandb:
         self._run.finish()
 
 
-class Trackio:
-    """Writes rows to a run of trackio: SQLite in `trackio` in the run folder, unless TRACKIO_* variables say else."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))  # trackio reads it when it is imported
-        import trackio  # pyright: ignore[reportMissingImports] - an extra
-
-        with contextlib.redirect_stdout(None):  # trackio prints pages of advice
-            self._run = trackio.init(
-                project=run.project,
-                name=run.folder.name,
-                config=json.loads(json.dumps(run.config, default=str)),
-                resume="allow",
-                embed=False,
-            )
-
-    def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Add the row of a step."""
-        self._run.log({name: value for name, value in row.items() if name != "step"}, step=step)
-
-    def close(self) -> None:
-        """Write what is left."""
-        with contextlib.redirect_stdout(None):
-            self._run.finish()
-
-
 class OwnThread:
     """A tracker that is opened, called and closed on one thread of its own: libraries keep state by thread, and hang.
 
@@ -171,7 +145,6 @@ class OwnThread:
 OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
-    "trackio": Trackio,
 }
 
 

@@ -108,15 +108,9 @@ class LiveContext(RunContext):
             )
         if self.config.trains and self.eval_samples is None and data.eval_size != 0:
             notes.append("no held-out evaluation: give --eval-data")
-        num_problems = len(self.train_samples)
-        per_step = self.config.rollout.problems_per_step
-        problems = counted(num_problems, "training problem")
-        if num_problems < per_step:
-            plays = per_step * self.config.rollout.group_size / num_problems
-            notes.append(f"{problems} for the {per_step} of a step: each is played {plays:.3g} times a step")
         engine, why = self.config.engine_choice
         notes.append(f"engine: {engine} ({why})")
-        return [*notes, problems]
+        return [*notes, counted(len(self.train_samples), "training problem")]
 
     def closing_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the messages to print at the end: how to train on what was only rolled out."""

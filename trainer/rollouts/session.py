@@ -392,7 +392,7 @@ class TrainingSession(RunSession[LoopState]):
         }
 
     def draw(self) -> None:
-        """Draw reward and KL over the steps."""
+        """Draw the reward over the steps."""
         estimates = {step: trained(ways, self.figure) for step, ways in self.curve.items()}
         points = {step: (found.value, found.low, found.high) for step, found in estimates.items() if found}
         name = f"{self.config.env.name}, seed {self.config.seed}"

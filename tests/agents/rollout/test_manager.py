@@ -26,7 +26,6 @@ from agents.rollout.episode import Episode, Limits
 from agents.rollout.groups import (
     GroupProblem,
     ManagerState,
-    Queue,
     RolloutOptions,
     RunningGroup,
     StepRollout,
@@ -430,7 +429,6 @@ def test_episodes_of_the_next_steps_are_played_while_the_learner_learns(renderer
     assert [numbers(r.groups) for r in steps] == [[2 * i, 2 * i + 1] for i in range(5)]
     assert [ages(r) for r in steps] == [{0}, {1}, {2}, {2}, {2}]
     assert not any(r.aborted or r.surplus or r.filtered or r.shortfall for r in steps)
-    assert [r.queue for r in steps] == [Queue(0, 0)] + [Queue(4, 0)] * 4
 
 
 def test_the_last_steps_begin_no_group_that_no_step_would_take(renderer: Renderer) -> None:
@@ -523,7 +521,6 @@ def test_a_group_of_equal_rewards_is_replaced_while_the_learner_learns(renderer:
     manager = manager_of(renderer, engine, max_staleness=1, filter_equal=True)
     first, second, third, _ = ahead(manager, engine, 2, 2, 2, until_idle=True)
     assert [numbers(r.groups) for r in (first, second, third)] == [[1, 2], [4, 5], [7, 8]]
-    assert (second.queue, third.queue) == (Queue(2, 0), Queue(2, 0))
 
 
 def test_a_search_without_end_stops_in_every_asynchronous_step_too(renderer: Renderer) -> None:

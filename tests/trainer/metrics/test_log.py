@@ -52,7 +52,6 @@ def test_tool_outcomes_are_shares_of_all_turns() -> None:
     metrics = metrics_of(group(called("ok"), called("malformed")), max_turns=2)
     assert (metrics["tool/ok"], metrics["tool/malformed"], metrics["tool/none"]) == (0.25, 0.25, 0.5)
     assert metrics["turns"] == 2
-    assert (metrics["reward_after_turn/1"], metrics["reward_after_turn/2"]) == (0.0, 1.0)
 
 
 def test_several_calls_of_a_turn_are_counted_each_and_other_environments_not_at_all() -> None:
