@@ -13,13 +13,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Protocol, get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from agents.rendering.renderer import Rendered, Renderer
-from agents.types import Completion, Finish, GenerateRequest
+from agents.rollout.stream import first_difference
+from agents.types import Completion, Finish, GenerateRequest, Trajectory, Turn
+
+if TYPE_CHECKING:
+    # A recorded episode has the same fields.
+    from agents.recording.schema import EpisodeRecord, TurnRecord
+
+    TokenStream = Trajectory | EpisodeRecord
 
 #: Rounding may lift a log-prob this far above 0.
 MAX_LOGPROB = 1e-4
@@ -68,13 +74,6 @@ def check_types(completion: object) -> None:
     """Raise TypeError for what is no completion: code that returns this is broken, not an episode."""
     if not isinstance(completion, Completion):
         raise TypeError(f"an engine's generate must return a Completion, got {type(completion).__name__}")
-    ids = completion.ids
-    logprobs = completion.logprobs
-    if not isinstance(ids, tuple) or not isinstance(logprobs, tuple):
-        got = f"{type(ids).__name__} and {type(logprobs).__name__}"
-        raise TypeError(f"ids and logprobs of a Completion must be tuples, got {got}")
-    if wrong := [kind for kind in set(map(type, ids)) if not issubclass(kind, int | np.integer)]:
-        raise TypeError(f"ids of a Completion must be whole numbers, got {wrong[0].__name__}")
 
 
 def broken_turn(number: int, request: GenerateRequest, completion: Completion) -> str | None:
@@ -103,43 +102,6 @@ def broken_turn(number: int, request: GenerateRequest, completion: Completion) -
     if c.finish == "stop" and c.ids[-1] not in request.sampling.stop_ids:
         return f"turn {number}: the engine stopped at id {c.ids[-1]}, the stop ids are {request.sampling.stop_ids}"
     return None
-
-
-class TokenSpan(Protocol):
-    """A model turn `[start, end)` and its runs of (weight version, tokens)."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def versions(self) -> Sequence[tuple[int, int]]: ...
-
-
-class ImagePatches(Protocol):
-    """The grid of an image (time, rows, columns), and its number of placeholders."""
-
-    @property
-    def grid_thw(self) -> tuple[int, int, int]: ...
-    @property
-    def num_tokens(self) -> int: ...
-
-
-class TokenStream(Protocol):
-    """The part of a trajectory that the rules read; a recorded episode has it too."""
-
-    @property
-    def ids_T(self) -> NDArray[np.int64]: ...
-    @property
-    def mask_T(self) -> NDArray[np.bool_]: ...
-    @property
-    def logprobs_T(self) -> NDArray[np.float32]: ...
-    @property
-    def turns(self) -> Sequence[TokenSpan]: ...
-    @property
-    def images(self) -> Sequence[ImagePatches]: ...
-    @property
-    def prompt_length(self) -> int: ...
 
 
 def broken_invariant(
@@ -289,27 +251,12 @@ def _broken_pieces(t: TokenStream, vocabulary: Vocabulary, pieces: Sequence[Rend
 
 def _different_piece(ids: Sequence[int], vocabulary: Vocabulary, pieces: Sequence[Rendered | Completion]) -> str:
     """Return a sentence that says where the stream first differs from its pieces."""
-    end = 0
-    number = 0
-    for piece in pieces:
-        start = end
-        end = end + len(piece.ids)
-        is_turn = isinstance(piece, Completion)
-        number += is_turn
-        for place, given in enumerate(piece.ids, start):
-            if place == len(ids) or ids[place] != given:
-                if is_turn:
-                    where = f"turn {number}"
-                elif number:
-                    where = f"after turn {number}"
-                else:
-                    where = "prompt"
-                kept = vocabulary.show(ids[place:end])
-                given = vocabulary.show(piece.ids[place - start :])
-                return f"{where}: the stream has {kept} at {place}, given were {given}"
-    return f"{len(ids)} tokens in the stream, {end} were read and written"
+    given = [each for piece in pieces for each in piece.ids]
+    place = first_difference(ids, given)
+    kept = vocabulary.show(ids[place:])
+    return f"the stream has {kept} at {place}, read and written were {vocabulary.show(given[place:])}"
 
 
-def _turn_of(turns: Sequence[TokenSpan], place: int) -> int:
+def _turn_of(turns: Sequence[Turn | TurnRecord], place: int) -> int:
     """Return the number of the turn that a token is in; 0 where it is in none."""
     return next((number for number, turn in enumerate(turns, 1) if turn.start <= place < turn.end), 0)

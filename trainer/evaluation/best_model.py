@@ -67,18 +67,6 @@ class BestModel:
         estimate = trained(evaluations[self.step], self.figure)
         return estimate is not None and estimate.value == self.value
 
-    def by(self, figure: Figure, evaluations: Curve) -> BestModel | None:
-        """Return the same model with another figure, where that is known."""
-        if figure == self.figure:
-            return self
-        if self.step in evaluations:
-            estimate = trained(evaluations[self.step], figure)
-        else:
-            estimate = None
-        if estimate:
-            return BestModel(self.step, self.way, figure, estimate.value)
-        return None
-
 
 def resume_best(folder: Path, evaluations: Curve, step: int) -> BestModel | None:
     """Return the best model of a run folder that resumes after `step`; None where it has none.

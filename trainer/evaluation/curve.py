@@ -89,15 +89,6 @@ def values(ways: Ways, figure: Figure) -> dict[str, float]:
     return {way: estimate.value for way, found in by_environment(ways).items() if (estimate := found.estimate(figure))}
 
 
-def intervals(ways: Ways) -> dict[str, list[float]]:
-    """Return the interval of the main figure by way of playing, where it is known."""
-    return {
-        way: [estimate.low, estimate.high]
-        for way, found in by_environment(ways).items()
-        if (estimate := found.estimate(found.main))
-    }
-
-
 def curve_summary(curve: Curve) -> list[dict[str, Any]]:
     """Return a curve as a summary holds it: each step with its figures, and the interval of the main one, by way."""
     return [
@@ -105,7 +96,11 @@ def curve_summary(curve: Curve) -> list[dict[str, Any]]:
             "step": step,
             "accuracy": values(ways, "accuracy"),
             "mean_reward": values(ways, "mean_reward"),
-            "interval": intervals(ways),
+            "interval": {
+                way: [estimate.low, estimate.high]
+                for way, found in by_environment(ways).items()
+                if (estimate := found.estimate(found.main))
+            },
         }
         for step, ways in curve.items()
     ]

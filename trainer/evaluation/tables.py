@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.box import SIMPLE
 from rich.table import Table
 
+from agents.cli.text import counted
 from envs.console import Console
 from envs.success import Success
 from trainer.evaluation.curve import title
@@ -79,14 +80,8 @@ def _table(title: str, *columns: str, num_words: int = 1) -> Table:
 
 def _main_table(report: Report, ways: Mapping[str, Evaluation], name: str) -> Table:
     """Return the main table, with a column for each way; its title begins with a name."""
-    if report.num_samples == 1:
-        samples = "1 sample"
-    else:
-        samples = f"{report.num_samples} samples"
-    if report.temperature == 0:
-        how = "greedy"
-    else:
-        how = f"temperature {report.temperature:g}"
+    how = f"temperature {report.temperature:g}" if report.temperature else "greedy"
+    samples = counted(report.num_samples, "sample")
     table = _table(f"{name}{samples} each, {how} [{report.confidence:.0%} interval]", "", *map(title, ways))
     columns = [_column(evaluation) for evaluation in ways.values()]
     for name in dict.fromkeys(name for column in columns for name in column):
@@ -178,25 +173,18 @@ def print_training_summary(
             title=f"Held-out {title(figure)}, {num_problems} problems [95 % interval]",
             caption=f"right: {success}" if success else None,
         )
-        if figure == "accuracy":
-            others = ("mean reward",)
-        else:
-            others = ()
+        # Without an accuracy the mean reward is the figure itself.
+        others = ("mean reward",) if figure == "accuracy" else ()
         for column in ("", title(figure), "change", *others, "turns"):
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
         first = by_environment(before)
         for name, final in by_environment(after).items():
             for phase, result in (("before", first[name]), ("after", final)):
-                if phase == "after":
-                    change = _change(first[name], final, figure)
-                else:
-                    change = ""
-                if result.mean_reward:
-                    reward = f"{result.mean_reward.value:.3f}"
-                else:
-                    reward = ""
-                cells = [str(result.estimate(figure) or ""), change, *([reward] if others else [])]
-                table.add_row(f"{title(name)}, {phase}", *cells, f"{result.mean_turns:.2f}")
+                cells = [f"{title(name)}, {phase}", str(result.estimate(figure) or "")]
+                cells.append(_change(first[name], final, figure) if phase == "after" else "")
+                if others:
+                    cells.append(f"{result.mean_reward.value:.3f}" if result.mean_reward else "")
+                table.add_row(*cells, f"{result.mean_turns:.2f}")
         console.print(table)
     table = Table(title="How training episodes ended")
     table.add_column("end reason")

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib.util
 import json
-import netrc
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 from envs.config.plugins import check_not_async
 from envs.errors import UserError
@@ -63,10 +61,8 @@ class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        if run.steps_done:
-            purge = run.steps_done + 1
-        else:
-            purge = None
+        # A new run has nothing to hide.
+        purge = run.steps_done + 1 if run.steps_done else None
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
         text = "\n".join(f"    {line}" for line in json.dumps(run.config, indent=1, default=str).splitlines())
         self._writer.add_text("config", text, run.steps_done)
@@ -195,6 +191,7 @@ def _as_user_error(name: str) -> Iterator[None]:
 
 def _wandb_is_usable() -> bool:
     """Return whether wandb stays offline, or finds a key without asking."""
+    import requests.utils  # wandb needs it
     import wandb  # pyright: ignore[reportMissingImports] - an extra
 
     settings = wandb.setup().settings
@@ -202,9 +199,5 @@ def _wandb_is_usable() -> bool:
         return True
     if settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(settings.base_url).netloc
-    try:
-        logins = netrc.netrc(os.environ.get("NETRC")).hosts
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return bool(logins.keys() & {host, "api.wandb.ai"})
+    # A login may be kept under either name of the service; the file is the one that NETRC names.
+    return any(requests.utils.get_netrc_auth(url) for url in (settings.base_url, "https://api.wandb.ai"))

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from agents.cli.text import counted, path_text
+from agents.cli.text import counted
 from agents.engines.base import Engine
 from agents.engines.weight_servers import servers_of
 from agents.recording import Recorder
@@ -22,7 +22,6 @@ from agents.rollout.episode import Episode
 from agents.rollout.groups import GroupProblem, ManagerState, RolloutOptions, StepRollout, derive_seed
 from agents.rollout.manager import RolloutManager
 from agents.types import TrajectoryGroup
-from envs.config.commands import command_line
 from envs.datasets.samples import filter_overlong
 from envs.env import EnvArgs
 from envs.execution.load import load_env
@@ -111,15 +110,6 @@ class LiveContext(RunContext):
         engine, why = self.config.engine_choice
         notes.append(f"engine: {engine} ({why})")
         return [*notes, counted(len(self.train_samples), "training problem")]
-
-    def closing_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return the messages to print at the end: how to train on what was only rolled out."""
-        if self.config.trains or not rows or self.config.log.record < 1:
-            return []
-        model = self.config.model.model
-        words = ["--replay-rollouts", path_text(self.folder), "--steps", len(rows)]
-        words += ["--model", model] if model != "starter" else []
-        return [f"train on them: {command_line('trainer.run', words)}"]
 
     def close(self) -> None:
         """Stop the processes of learner and servers, and delete the weights written for servers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,13 +53,12 @@ class RecordedSteps:
         run: Path,
         num_steps: int,
         group_size: int,
-        check: Callable[[EpisodeRecord], Mapping[str, int]] = lambda episode: {},
+        check: Callable[[EpisodeRecord], None] = lambda episode: None,
     ) -> RecordedSteps:
-        """Find the episodes of the first `num_steps` steps; `check` returns the bytes of each one's images, by name.
+        """Find the episodes of the first `num_steps` steps; `check` raises `UserError` for one that cannot be used.
 
         Raises:
-            UserError: there is no recording, it has fewer steps, groups of a step are not in it, or those of one step
-                are too large for this machine's memory.
+            UserError: there is no recording, it has fewer steps, or groups of a step are not in it.
         """
         recording = Recording.open(run)
         rows = read_rows(run / METRICS)
@@ -76,13 +74,11 @@ class RecordedSteps:
             raise UserError("--steps", f"must be at most {there} that {run} has recorded", num_steps, fix)
         outcomes = {id: outcome for id, outcome in recording.outcomes().items() if 1 <= outcome.step <= num_steps}
         found = dict[str, RecordedEpisode]()
-        memory = dict[int, dict[str, int]]()
         start = 0
         for end, episode in recording.episodes_from(0):
             outcome = outcomes.get(episode.id)
             if outcome:
-                taken = memory.setdefault(outcome.step, {})
-                taken |= {episode.id: episode.memory, **check(episode)}
+                check(episode)
                 # An episode that a resumed run has played again has the outcome of its last line.
                 found[episode.id] = RecordedEpisode(episode.group, outcome.fate, start, end)
             start = end
@@ -91,8 +87,6 @@ class RecordedSteps:
             steps[outcomes[id].step].append(episode)
         recorded = cls(run, recording, rows[:num_steps], steps)
         recorded._check_whole(group_size)
-        for step, sizes in memory.items():
-            check_memory(f"step {step} of {run}", sum(sizes.values()))
         return recorded
 
     def _check_whole(self, group_size: int) -> None:
@@ -153,12 +147,3 @@ def _unused(groups: Mapping[int, Sequence[Trajectory]]) -> tuple[TrajectoryGroup
         before = [t for t in played if t.attempt < last]
         found.append(_group([t for t in played if t.attempt == last], before))
     return tuple(found)
-
-
-def check_memory(place: str, num_bytes: int) -> None:
-    """Raise `UserError` where the episodes of a step would take more than half of this machine's memory."""
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    if num_bytes > most:
-        rule = f"must take at most half of the memory, {most} bytes"
-        fix = "take a machine with more, or fewer --steps"
-        raise UserError(place, rule, f"up to {num_bytes}", fix)

@@ -7,7 +7,6 @@ from functools import cached_property
 
 from agents.model.architectures import ModelFacts
 from agents.recording import EpisodeRecord, Recording
-from agents.recording.images import image_bytes
 from agents.recording.manifest import template_digest
 from agents.recording.schema import image_names
 from agents.recording.stream_check import broken_record
@@ -35,7 +34,6 @@ class RecordingCheck:
     facts: ModelFacts
     vocabulary_size: int
     _grids: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    _bytes: dict[str, int] = field(default_factory=dict)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -60,12 +58,8 @@ class RecordingCheck:
                     got = _shown(found)
                 raise UserError("--model", rule, got, _FIX)
 
-    def episode(self, episode: EpisodeRecord) -> dict[str, int]:
-        """Return the bytes of an episode's decoded images, by name.
-
-        Raises:
-            UserError: the model cannot have written the episode, or an image is damaged.
-        """
+    def episode(self, episode: EpisodeRecord) -> None:
+        """Raise `UserError` where the model cannot have written the episode, or an image is damaged."""
         place = f"episode {episode.id} of {self.recording.folder}"
         for each in (max(episode.ids, default=0), min(episode.ids, default=0)):
             if not 0 <= each < self.vocabulary_size:
@@ -91,7 +85,6 @@ class RecordingCheck:
                 rule = f"must cut {name} as recorded, into {'x'.join(map(str, image.grid))} patches"
                 got = "x".join(map(str, self._grids[name]))
                 raise UserError("--model", rule, got, f"{_FIX}, and its preprocessor_config.json")
-        return {name: self._bytes[name] for name in names}
 
     def _check_image(self, name: str) -> None:
         if name in self._grids:
@@ -99,7 +92,6 @@ class RecordingCheck:
         image = self.recording.image(name)
         store = self.renderer.images
         self._grids[name] = store.grid(image) if store else (0, 0, 0)
-        self._bytes[name] = image_bytes(image)
 
 
 def _shown(text: bytes) -> str:

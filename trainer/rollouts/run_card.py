@@ -5,8 +5,7 @@ from __future__ import annotations
 from envs.spec import EnvSpec
 from trainer.checkpoint.model_card import ModelCard
 from trainer.config.run import RunConfig
-from trainer.evaluation.curve import Curve, Ways, title
-from trainer.evaluation.results import Figure
+from trainer.evaluation.curve import Curve, title
 
 
 def run_card(
@@ -19,13 +18,15 @@ def run_card(
     sees_images: bool,
 ) -> ModelCard:
     """Return the card of the weights after a step of a run that has ended."""
-    names: Ways = next(iter(curve.values()), {})
-    if names:
-        figure = next(iter(names.values())).main
-    else:
-        figure = "accuracy"
-    table = figure_table(curve, step, figure)
-    figures = (f"Held-out {title(figure)} [95 % interval]", table)
+    # An evaluation's own main figure: a run without a success has no accuracy to show.
+    evaluations = [found for ways in curve.values() for found in ways.values()]
+    figure = evaluations[0].main if evaluations else "accuracy"
+    rows = [["", "before", f"after step {step}", "problems"]]
+    for way, after in curve.get(step, {}).items():
+        before = curve.get(0, {}).get(way)
+        first = before.estimate(figure) if before else None
+        rows.append([title(way), str(first or ""), str(after.estimate(figure) or ""), str(after.num_problems)])
+    table = (f"Held-out {title(figure)} [95 % interval]", rows)
     return ModelCard(
         name=name,
         task=f"reinforcement learning in the environment `{spec.id}` (up to {spec.max_turns} turns)",
@@ -34,23 +35,6 @@ def run_card(
         data=tuple(filter(None, (config.data.data, config.data.eval_data))),
         step=step,
         ending=ending,
-        tables=(figures,) if len(table) > 1 else (),
+        tables=(table,) if len(rows) > 1 else (),
         sees_images=sees_images,
     )
-
-
-def figure_table(curve: Curve, step: int, figure: Figure = "accuracy") -> list[list[str]]:
-    """Return the figure at the start and after a step, way by way; only headings where it is not known."""
-    table = [["", "before", f"after step {step}", "problems"]]
-    for way, found in curve.get(step, {}).items():
-        first = _cell(curve.get(0, {}), way, figure)
-        table.append([title(way), first, _cell(curve[step], way, figure), str(found.num_problems)])
-    return table
-
-
-def _cell(ways: Ways, way: str, figure: Figure) -> str:
-    if way in ways:
-        estimate = ways[way].estimate(figure)
-    else:
-        estimate = None
-    return str(estimate or "")

@@ -29,7 +29,6 @@ from trainer.evaluation.curve import (
     curve_summary,
     evaluation_metrics,
     figure_of,
-    intervals,
     title,
     trained,
     values,
@@ -98,10 +97,9 @@ class TrainingSession(RunSession[LoopState]):
         #: What the best step and patience go by.
         self.figure: Figure = figure_of(config.evaluation, context.spec)
         best = resume_best(folder, self.evaluations, state.step)
-        if best and config.evaluation.eval_every:
-            self.best = best.by(self.figure, self.evaluations)
-        else:
-            self.best = None
+        # Another figure decides from now on: the next evaluation begins a new best model.
+        is_kept = best is not None and best.figure == self.figure and config.evaluation.eval_every > 0
+        self.best = best if is_kept else None
         self.ends = Counter(state.ends)
         self._faults = set(state.faults)
         self._group_outcomes = Counter(state.group_outcomes)
@@ -374,8 +372,6 @@ class TrainingSession(RunSession[LoopState]):
             "accuracy_after": values(self.after, "accuracy"),
             "mean_reward_before": values(self.before, "mean_reward"),
             "mean_reward_after": values(self.after, "mean_reward"),
-            "interval_before": intervals(self.before),
-            "interval_after": intervals(self.after),
             "evaluation_before": {name: asdict(e) for name, e in self.before.items()},
             "evaluation_after": {name: asdict(e) for name, e in self.after.items()},
             "evaluations": curve_summary(self.curve),

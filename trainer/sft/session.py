@@ -21,7 +21,6 @@ from trainer.checkpoint.session import RunSession
 from trainer.config.sft import SftConfig
 from trainer.metrics.clock import StepClock
 from trainer.metrics.console import Display
-from trainer.metrics.curves import draw_losses
 from trainer.setup.run_context import save_model
 from trainer.sft.data import ConversationSet
 from trainer.sft.setup import SftContext
@@ -30,7 +29,6 @@ from trainer.types import StepStats, TrainingSample
 logger = logging.getLogger(__name__)
 
 STATE = "progress.json"
-LOSS_CURVE = "loss_curve.png"
 EVAL_LOSS = "eval_loss"
 #: Why an update is skipped.
 LIKELIHOOD_NOT_FINITE = "loss or gradient was not finite; give a smaller --lr"
@@ -194,20 +192,15 @@ class SftSession(RunSession[SftState]):
             "eval_loss_after": self.loss_after,
         }
 
-    def draw(self) -> None:
-        """Draw the loss over the steps."""
-        draw_losses(self.log.rows, self.loss_before, self.loss_after, self.folder / LOSS_CURVE)
-
     def save_model(self) -> None:
         """Write the weights as a Hugging Face folder, with its card."""
         save_model(self.context.learner, self.context.data.renderer, self.folder / MODEL)
-        write_card(self.card(), self.folder / MODEL, self.folder / LOSS_CURVE)
+        write_card(self.card(), self.folder / MODEL)
 
     def card(self) -> ModelCard:
         """Return what the model card says."""
         config = self.config
         rows = self.log.rows
-        losses = [["", "nats per token"], *([name, f"{loss:.4f}"] for name, loss in self._losses().items())]
         return ModelCard(
             name=self.folder.name,
             task=f"supervised fine-tuning on {len(self.train)} conversations",
@@ -216,20 +209,9 @@ class SftSession(RunSession[SftState]):
             data=tuple(filter(None, (config.data.data or config.env, config.data.eval_data))),
             step=len(rows),
             ending=ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted),
-            tables=(("Losses", losses),) if len(losses) > 1 else (),
+            tables=(),
             sees_images=self.context.data.renderer.images is not None,
         )
-
-    def _losses(self) -> dict[str, float]:
-        """Return the losses that are known, by what they are."""
-        rows = self.log.rows
-        found = {
-            "held out, before": self.loss_before,
-            "training, first step": rows[0]["loss"] if rows else None,
-            "training, last step": rows[-1]["loss"] if rows else None,
-            "held out, after": self.loss_after,
-        }
-        return {name: loss for name, loss in found.items() if loss is not None}
 
     async def close(self) -> None:
         """Stop reading."""

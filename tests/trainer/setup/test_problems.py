@@ -81,7 +81,7 @@ def test_only_an_entry_that_asks_to_observe_the_faults_of_a_step_without_tools_i
     spec = EnvConfig(env="game", registry=(tmp_path / "registry.yaml",), max_turns=2).resolve()
     samples = spec.load_dataset("train", 1, 0)
     if not refused:
-        assert probe_tools(spec, load_env(spec), "hermes", samples, "") == ()
+        assert probe_tools(spec, load_env(spec), "hermes", samples, "") == {"game": ()}
         return
     with pytest.raises(UserError, match=r"environment 'game' on_tool_fault: needs a ToolEnv, .*, got observe; write"):
         probe_tools(spec, load_env(spec), "hermes", samples, "")
