@@ -129,6 +129,7 @@ class Episode:
         """
         started = time.perf_counter()
         every = self.limits.check_template_every
+        # Not each one: the template writes the whole conversation again for each turn.
         checks_template = every > 0 and next(self._numbers) % every == 0
 
         def build() -> EpisodeEnv:
@@ -214,6 +215,7 @@ class Episode:
             rule = broken_invariant(trajectory, self._vocabulary, state.stream.pieces)
             if rule is None and state.checks_template:
                 rule = template_mismatch(trajectory, self.renderer, state.tools)
+        # The environment's own error stays: it may be the cause.
         if rule is not None:
             end_reason = EndReason.INVALID_STREAM
             error = f"{error}\n\n{rule}" if error else rule
@@ -237,6 +239,7 @@ class Episode:
         """Alternate model and environment until one of them, or a limit, ends the episode."""
         for number in range(1, self.limits.max_turns + 1):
             room, limit = self._room(state.stream)
+            # Asked before the turn: an engine that gets no room would answer with nothing.
             if room <= 0:
                 return limit
             result = await self._turn(session, state, number, room)
@@ -320,6 +323,7 @@ class Episode:
     def _room(self, stream: Stream) -> tuple[int, EndReason]:
         """Return how many more tokens fit, and the end reason once none do."""
         length = len(stream.ids)
+        # Observations count: they fill the stream as the model's words do.
         budget = self.limits.max_new_tokens - (length - stream.prompt_length)
         room = self.engine.context_length - length
         if budget <= room:
@@ -331,6 +335,7 @@ class Episode:
 
         A text that is too long to fit is not tokenised: that would block all other episodes.
         """
+        # Some templates cannot write two turns of the assistant in a row.
         observed = observed or ({"role": "user", "content": ""},)
         texts = [part.get("text", "") for message in observed for part in content_parts(message)]
         if sum(map(len, texts)) > max(0, room) * self.renderer.max_token_chars:
@@ -339,6 +344,7 @@ class Episode:
             suffix = self.renderer.suffix(observed, last_id=state.stream.ids[-1], has_tools=bool(state.tools))
         except Exception as error:  # an environment's message may hold anything
             raise render_fault("observation", error) from error
+        # One token at least must be left to write, or the turn would be empty.
         if len(suffix.ids) >= room:
             return False
         state.stream.read(suffix)
@@ -353,6 +359,7 @@ class MixedEpisode(Episode):
     """
 
     def __init__(self, parts: Mapping[str, Episode]) -> None:
+        # Shows the limits of the widest part; it plays nothing itself.
         vars(self).update(vars(max(parts.values(), key=lambda part: part.limits.max_turns)))
         self.parts = parts
 
@@ -369,6 +376,7 @@ def by_entry(spec: EnvSpec, max_turns: int, of_entry: Callable[[EnvSpec, int], E
     """Return the agent loop that `of_entry(entry, turns)` makes of an entry; in a mixture each part has its own."""
     if not spec.parts:
         return of_entry(spec, max_turns)
+    # Each entry has its own limits, thinking and rewards.
     return MixedEpisode({part.id: of_entry(part, min(max_turns, part.max_turns)) for part in spec.entries})
 
 

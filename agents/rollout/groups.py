@@ -23,6 +23,7 @@ def derive_seed(*parts: int | str) -> int:
     >>> derive_seed(0, "train", 1) == derive_seed(0, "train", 1) != derive_seed(0, "train", 2)
     True
     """
+    # A hash and not a sum: neighbouring seeds must not share episodes.
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")
 
@@ -170,8 +171,6 @@ class RunningGroup:
         group = cls(saved.number, problem, saved.attempt, played, discarded)
         if saved.is_complete:
             group.result = group.so_far()
-        else:
-            group.result = None
         return group
 
     def save(self) -> GroupInFlight:
@@ -187,11 +186,13 @@ class RunningGroup:
 
     def seed(self, copy: int) -> int:
         """Return the seed of a copy in the current attempt."""
+        # The first attempt has the seed of runs that never play again.
         attempt = (self.attempt,) if self.attempt else ()
         return derive_seed(self.problem.seed, self.problem.index, copy, *attempt)
 
     def so_far(self) -> TrajectoryGroup:
         """Return what was played, in order of copy."""
+        # In order of copy, not of their end: a repeated run must train alike.
         played = tuple(self.played[copy] for copy in sorted(self.played))
         return TrajectoryGroup(self.problem.sample.id, played, self.discarded)
 
@@ -225,5 +226,6 @@ def _with_metadata(
     played: Mapping[int, Trajectory], discarded: Sequence[Trajectory], metadata: Mapping[str, Any]
 ) -> tuple[dict[int, Trajectory], tuple[Trajectory, ...]]:
     """Return the episodes of a group with the metadata of its problem."""
+    # Metadata may be any object of an author; the problem brings it again.
     kept = {copy: replace(trajectory, metadata=metadata) for copy, trajectory in played.items()}
     return kept, tuple(replace(trajectory, metadata=metadata) for trajectory in discarded)

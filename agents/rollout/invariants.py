@@ -56,6 +56,7 @@ class Vocabulary:
     @classmethod
     def of(cls, renderer: Renderer) -> Vocabulary:
         """Return the vocabulary of a renderer's model."""
+        # A sampled placeholder would ask for pixels that are not there.
         suppressed_ids = frozenset(renderer.suppressed_ids)
         return cls(renderer.image_token_id, renderer.merge_size, suppressed_ids, renderer.tokenizer.decode)
 
@@ -91,10 +92,12 @@ def broken_turn(number: int, request: GenerateRequest, completion: Completion) -
         return f"turn {number}: the engine wrote {num_tokens} tokens, asked for {request.max_new_tokens} at most"
     if not num_tokens and c.finish != "abort":
         return f"turn {number}: the engine wrote no token and ended with {c.finish!r}"
+    # Beyond, an array of 32 bits or an embedding would fail far from here.
     if num_tokens and not 0 <= min(c.ids) <= max(c.ids) < MAX_ID:
         return f"turn {number}: the engine wrote ids from {min(c.ids)} to {max(c.ids)}"
     if len(c.logprobs) != num_tokens:
         return f"turn {number}: {len(c.logprobs)} log-probs for {num_tokens} tokens"
+    # Staleness and its corrections are counted by them.
     if rule := _broken_versions(number, c.versions, num_tokens):
         return rule
     if c.finish not in FINISHES:
@@ -158,6 +161,7 @@ def _broken_turns(t: TokenStream) -> str | None:
     cursor = t.prompt_length
     if not 0 <= cursor <= length:
         return f"a prompt of {cursor} tokens in a stream of {length}"
+    # Built from the turns alone, to be compared with the mask.
     spans = np.zeros(length, dtype=np.bool_)
     for number, turn in enumerate(t.turns, 1):
         if not cursor <= turn.start <= turn.end <= length:  # an aborted turn may be empty
@@ -193,6 +197,7 @@ def _broken_images(t: TokenStream, vocabulary: Vocabulary) -> str | None:
     if vocabulary.image_token_id is None and not t.images:
         return None
     is_image = t.ids_T == vocabulary.image_token_id
+    # Counted first: most streams have no image.
     placeholders = np.count_nonzero(is_image)
     if not t.images and not placeholders:
         return None
@@ -201,6 +206,7 @@ def _broken_images(t: TokenStream, vocabulary: Vocabulary) -> str | None:
     if placeholders != sum(expected):
         return f"{placeholders} image placeholders, {sum(expected)} in the image grids"
     places = np.flatnonzero(is_image)
+    # A run begins where the place before is no placeholder.
     starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)
     runs = np.diff(starts, append=len(places)).tolist()
     for number, (image, run, count) in enumerate(zip(t.images, runs, expected, strict=False), 1):
@@ -223,6 +229,7 @@ def _broken_logprobs(t: TokenStream) -> str | None:
         place = int(np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)))[0])
         number = _turn_of(t.turns, place)
         return f"turn {number}: log-probs must be finite and at most 0, got {logprobs[place]} at {place}"
+    # A log-prob of a token that nobody sampled would enter the loss.
     outside = logprobs[~t.mask_T]
     if np.count_nonzero(outside):
         place = int(np.flatnonzero(~t.mask_T & (logprobs != 0))[0])
@@ -239,6 +246,7 @@ def _broken_pieces(t: TokenStream, vocabulary: Vocabulary, pieces: Sequence[Rend
         ids += piece.ids
         if isinstance(piece, Completion):
             written.append((piece.prompt_length, start, len(ids)))
+    # A reward function gets the trajectory, and may have written into its arrays.
     if ids != t.ids_T.tolist():
         return _different_piece(t.ids_T.tolist(), vocabulary, pieces)
     turns = [(turn.start, turn.start, turn.end) for turn in t.turns]

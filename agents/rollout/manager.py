@@ -87,8 +87,10 @@ class RolloutManager:
         Raises what an episode raised, which is a fault of the engine or our own. After that, or after a cancellation,
         `close` ends the other episodes and returns what was played.
         """
+        # First: what is too old for this step can only get older.
         await self._abort(self._too_old())
         self._recount()
+        # Steps that never come need no episodes: a run would end with work thrown away.
         self._num_ahead = int(min(self.options.max_staleness, steps_to_come))
         try:
             await self._play(num_groups)
@@ -96,6 +98,7 @@ class RolloutManager:
             self._num_steps = self._num_to_begin = 0
         if not self.options.max_staleness:
             await self._abort(group for group in self._groups.values() if group.result is None)
+        # Before more are begun, since these free their places.
         rollout = self._step_rollout(num_groups)
         self._go_on()
         return rollout
@@ -152,6 +155,7 @@ class RolloutManager:
             return self._num_counting >= self._num_groups
         if not self.options.max_staleness:
             return False
+        # In order: a quick group must not overtake a slow one.
         complete = takewhile(lambda group: group.result is not None, self._groups.values())
         return sum(map(self._counts, complete)) >= self._num_groups
 
@@ -168,11 +172,13 @@ class RolloutManager:
         if options.stop_early or options.max_staleness:
             unfinished = len(self._groups) - self._num_complete
             wanted = (self._num_steps - 1) * self._num_groups + _times(options.oversample, self._num_groups)
+            # Those that count or may still count are as many as are wanted.
             room = wanted - unfinished - self._num_counting
         elif not self._num_unfinished:
             room = _times(options.oversample, self._num_groups - self._num_counting)
         else:
             room = self._num_to_begin
+        # Rewards may all be equal for ever; a step must end.
         most = _times(options.max_oversample, self._num_steps * self._num_groups)
         self._num_to_begin = max(0, min(room, most - len(self._groups)))
         self._begin_episodes()
@@ -207,6 +213,7 @@ class RolloutManager:
         """Queue every copy of a group that has not ended."""
         for copy in range(self.options.group_size):
             if copy not in group.played:
+                # A heap, so that a group that is played again comes before later ones.
                 heapq.heappush(self._jobs, (group.number, group.attempt, copy))
 
     def _begin_episodes(self) -> None:
@@ -246,11 +253,13 @@ class RolloutManager:
                 error = None
             else:
                 error = task.exception()
+            # Also a failed episode is recorded, so that none vanishes.
             has_failed = task.cancelled() or error
             group.played[copy] = group.empty_trajectory(copy, error) if has_failed else task.result()
             self._on_episode(group.played[copy])
             if error:
                 raise error
+            # An aborted group is returned as it is, complete or not.
             if not group.is_aborted and len(group.played) == self.options.group_size:
                 self._complete(group)
             self._begin_groups()
@@ -261,6 +270,7 @@ class RolloutManager:
     def _complete(self, group: RunningGroup) -> None:
         """Accept a group whose copies have all ended, or play it again."""
         result = group.so_far()
+        # Fewer than two valid episodes have no advantage.
         if result.is_dropped and group.attempt < self.options.resample:
             group.discarded += result.trajectories
             group.attempt = group.attempt + 1
@@ -285,6 +295,7 @@ class RolloutManager:
         for task in tasks:
             task.cancel(ABORT)
         if tasks:
+            # They close their environments first, however long that takes.
             await asyncio.wait(tasks)
         self._aborted |= self._remove(number for number, group in self._groups.items() if group.is_aborted)
 

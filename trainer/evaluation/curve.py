@@ -42,7 +42,9 @@ def evaluation_metrics(ways: Ways) -> dict[str, float]:
 
 def best_step(curve: Curve, figure: Figure = "accuracy") -> int | None:
     """Return the step with the highest figure, the earliest of several; None where no step has it."""
+    # A step whose episodes all broke has no mean reward.
     known = {step: found.value for step, ways in curve.items() if (found := trained(ways, figure))}
+    # The earliest of equals: what came later cost more and brought nothing.
     return max(known, key=lambda step: (known[step], -step), default=None)
 
 
@@ -53,6 +55,7 @@ def why_stop(curve: Curve, config: EvaluationConfig, figure: Figure = "accuracy"
     """
     if not curve or not config.eval_every:
         return ""
+    # The last evaluation alone: an earlier one would have stopped the run.
     accuracy = trained(curve[max(curve)], "accuracy")
     if config.stop_at_accuracy is not None and accuracy and accuracy.value >= config.stop_at_accuracy:
         return f"held-out accuracy {accuracy.value:.3f} has reached --stop-at-accuracy {config.stop_at_accuracy:g}"
@@ -60,6 +63,7 @@ def why_stop(curve: Curve, config: EvaluationConfig, figure: Figure = "accuracy"
     if best is None:
         return ""
     highest = trained(curve[best], figure)
+    # Evaluations, not steps: patience must not depend on how often the run evaluates.
     num_since = sum(step > best for step in curve)
     if highest and 0 < config.patience <= num_since:
         times = f"--patience {config.patience} evaluations"
@@ -69,6 +73,7 @@ def why_stop(curve: Curve, config: EvaluationConfig, figure: Figure = "accuracy"
 
 def figure_of(config: EvaluationConfig, spec: EnvSpec) -> Figure:
     """Return the figure that the best step and patience go by; nothing asked for: success where there is one."""
+    # Where nobody says what a success is, the reward is all there is to go by.
     by = config.best_by or ("success" if spec.success_rule else "reward")
     if by == "success":
         return "accuracy"

@@ -55,11 +55,13 @@ def ways(max_turns: int, has_tools: bool, tools: Tools = "both", required: bool 
         UserError: only the way without tools is wanted, and they are required.
     """
     if not has_tools:
+        # The environment may still answer with text, so all turns are played.
         return (Way(NO_TOOLS, max_turns, True),)
     if required and tools == "off":
         rule = "cannot be off where the environment's entry says tools: required"
         raise UserError("--tools", rule, tools, "leave it out, or change the entry")
     with_tool = Way(WITH_TOOL, max_turns, True)
+    # One turn: without a tool nobody answers, so a second turn would have nothing to go on.
     without_tool = Way(WITHOUT_TOOL, 1, False)
     if required or tools == "on":
         return (with_tool,)
@@ -123,11 +125,13 @@ class ProblemPlayer:
             self.episode, self._build_env, self._args, self._problem, options, on_episode=self._on_episode
         )
         try:
+            # In portions: so the images of a large set are never in memory all at once.
             while (num_left := len(self.samples) - len(self.results)) > 0:
                 first = len(self.results)
                 groups = (await manager.collect(min(num_left, self.options.max_concurrent))).groups
                 self.results += [self._result(number, group) for number, group in enumerate(groups, first)]
         finally:
+            # Also after an error or Ctrl-C: what was played whole is reported.
             left = enumerate(await manager.close(), len(self.results))
             self.results += [self._result(number, group) for number, group in left if self._is_whole(group)]
 
@@ -137,10 +141,12 @@ class ProblemPlayer:
     def _is_whole(self, group: TrajectoryGroup) -> bool:
         """Return whether a group that was not collected is complete, with no aborted episode."""
         ends = [t.end_reason for t in group.trajectories]
+        # With fewer samples than the others, a problem would weigh in wrongly.
         return len(ends) == self.options.num_samples and EndReason.ABORTED not in ends
 
     def _result(self, number: int, group: TrajectoryGroup) -> ProblemResult:
         metadata = group.trajectories[0].metadata
+        # Text, since a file and a table have to show it, whatever an author puts there.
         tags = {tag: str(metadata[tag]) for tag in self.options.tags if tag in metadata}
         env = self.spec.part(metadata).id if self.spec.parts else ""
         return ProblemResult(number, group.sample_id, tags, tuple(map(self._episode_result, group.trajectories)), env)
@@ -153,9 +159,11 @@ class ProblemPlayer:
         if rule and rule.key and rule.key not in self._info_keys:
             fix = did_you_mean(rule.key, self._info_keys)
             return f"no episode is a success: the entry names '{rule.key}', a key that no episode's info has; {fix}"
+        # Whoever has written down what a success is, means it.
         if spec.parts or spec.success is not None or spec.reward or not (found.accuracy and reward):
             return ""
         low, high = spec.reward_bounds
+        # Rewards beyond the declared ones, or some reward and never a success: a slip in the entry.
         if reward.value > high or (found.accuracy.value == 0 and reward.value > low):
             return (
                 f"the mean reward is {reward.value:.3g}, and a success is {rule}: if that is not what you mean, write "

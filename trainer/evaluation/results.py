@@ -142,6 +142,7 @@ def summarise(
     assert results_P, "statistics need at least one problem"
     num_samples = len(results_P[0].episodes)
     episodes = [episode for result in results_P for episode in result.episodes]
+    # In a mixture, accuracies are over the problems that can be right or wrong.
     has_success = knows_success(results_P)
     right_P = [result.num_right for result in results_P if result.knows_success]
     envs = sorted({result.env for result in results_P})
@@ -163,6 +164,7 @@ def summarise(
         mean_tool_calls=sum(episode.num_calls for episode in episodes) / len(episodes),
         by_env={
             env: summarise([result for result in results_P if result.env == env], ks, how, reward_bounds)
+            # One environment alone would show every row twice.
             for env in envs
             if len(envs) > 1
         },
@@ -217,9 +219,12 @@ def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals, bounds: tup
     rewards = [reward for valid in rewards_P for reward in valid]
     if not rewards:
         return None
+    # A problem whose episodes all broke has weight 0; its value does not matter.
     means_P = [sum(valid) / len(valid) if valid else 0.0 for valid in rewards_P]
+    # A reward beyond its declared bounds moves them: the interval must hold what was seen.
     low = min(bounds[0], *rewards)
     high = max(bounds[1], *rewards)
+    # Nothing is known of rewards that were not seen.
     if not math.isfinite(high - low):
         low = min(rewards) - UNKNOWN_REACH
         high = max(rewards) + UNKNOWN_REACH
@@ -239,11 +244,13 @@ def _ends(episodes: Sequence[EvaluatedEpisode]) -> dict[str, EndReasonStats]:
             mean_turns=sum(e.num_turns for e in ended) / len(ended),
             mean_reward=sum(e.reward for e in ended) / len(ended) if ended[0].end_reason.is_valid else None,
         )
+        # The most frequent first; names decide among equals, so that two runs print alike.
         for reason, ended in sorted(of_reason.items(), key=lambda item: (-len(item[1]), item[0]))
     }
 
 
 def _share_right(episodes: Sequence[EvaluatedEpisode]) -> float | None:
+    # None is not wrong: nobody says what right is.
     known = [e.is_right for e in episodes if e.is_right is not None]
     if not known:
         return None
@@ -262,11 +269,13 @@ def _by_tag(
     def estimate(results: Sequence[ProblemResult]) -> Estimate | None:
         if not knows_success(results):
             return _mean_reward(results, how, reward_bounds)
+        # A tag may be shared by environments with and without a success.
         right_P = [result.num_right for result in results if result.knows_success]
         return estimate_share(right_P, len(results[0].episodes), how)
 
     found: dict[str, dict[str, Estimate]] = {}
     for tag, values in tagged.items():
+        # By size and not by text: level 10 comes after level 9.
         estimates = {value: estimate(values[value]) for value in sorted(values, key=_natural)}
         found[tag] = {value: known for value, known in estimates.items() if known is not None}
     return found

@@ -26,6 +26,7 @@ def print_report(console: Console, report: Report) -> None:
         return
     console.print(f"{report.model} on {report.env}, {report.num_problems} problems", soft_wrap=True)
     first = next(iter(report.ways.values()))
+    # Each environment of a mixture first, then the figures of all together.
     for env in first.by_env:
         console.print(_main_table(report, {way: found.by_env[env] for way, found in report.ways.items()}, f"{env}, "))
     console.print(_main_table(report, report.ways, "together, " if first.by_env else ""))
@@ -35,6 +36,7 @@ def print_report(console: Console, report: Report) -> None:
         line = f"{first} less {second}, {d.num_problems} problems: {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
         console.print(line, soft_wrap=True)
     for table in (_ends(report), _outcomes(report), *_tags(report)):
+        # An environment without tools has no table of calls.
         if table.row_count:
             console.print(table)
 
@@ -55,6 +57,7 @@ def print_endpoints(console: Console, reports: Sequence[Report]) -> None:
         "cost",
     )
     for report, way, found in shown:
+        # Not every server counts tokens, and a cached answer may lack them.
         usage = report.usage.get(way, {})
         table.add_row(
             f"{report.model}, {title(way)}",
@@ -84,6 +87,7 @@ def _main_table(report: Report, ways: Mapping[str, Evaluation], name: str) -> Ta
     samples = counted(report.num_samples, "sample")
     table = _table(f"{name}{samples} each, {how} [{report.confidence:.0%} interval]", "", *map(title, ways))
     columns = [_column(evaluation) for evaluation in ways.values()]
+    # A row that only one way has, such as pass@k, shows an empty cell for the other.
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "") for column in columns))
     return table
@@ -129,6 +133,7 @@ def _outcomes(report: Report) -> Table:
     """Return the outcomes of tool calls, for the ways with any calls."""
     table = _table("Tool calls", "", "outcome", "calls", "per turn", num_words=2)
     for way, evaluation in by_environment(report.ways).items():
+        # A way without tools has turns without calls only.
         if evaluation.tool_outcomes.keys() - {"none"}:
             for outcome, count in evaluation.tool_outcomes.items():
                 if outcome == "none":
@@ -143,11 +148,13 @@ def _tags(report: Report) -> Iterator[Table]:
     """Yield a table for each metadata key, with a row for each of its values and a column for each way."""
     for tag in dict.fromkeys(tag for evaluation in report.ways.values() for tag in evaluation.by_tag):
         columns = [evaluation.by_tag.get(tag, {}) for evaluation in report.ways.values()]
+        # A way that was interrupted may lack some values.
         values = list(dict.fromkeys(value for column in columns for value in column))
         name = title(_main_figure(report.ways)).capitalize()
         table = _table(f"{name} by {tag}", tag, "n", *map(title, report.ways))
         for value in values[:MAX_VALUES_SHOWN]:
             found = [column.get(value) for column in columns]
+            # An interrupted way may have played fewer problems.
             num = max(estimate.num_problems for estimate in found if estimate)
             table.add_row(value, str(num), *("" if estimate is None else str(estimate) for estimate in found))
         if len(values) > MAX_VALUES_SHOWN:
@@ -177,6 +184,7 @@ def print_training_summary(
         others = ("mean reward",) if figure == "accuracy" else ()
         for column in ("", title(figure), "change", *others, "turns"):
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+        # A mixture has rows for each environment, in both phases.
         first = by_environment(before)
         for name, final in by_environment(after).items():
             for phase, result in (("before", first[name]), ("after", final)):

@@ -64,9 +64,11 @@ class Display:
     def fault(self, trajectory: Trajectory, seen: set[str]) -> None:
         """Log what broke an episode or a tool, once for each message; `seen` holds the messages printed so far."""
         is_faultless = trajectory.end_reason.is_valid and trajectory.end_reason is not EndReason.TOOL_FAULT
+        # A valid episode may have an error too: its environment failed to close.
         if is_faultless or trajectory.error is None:
             return
         line = located_line(trajectory.error)
+        # An environment that always fails would fill the screen.
         if line not in seen and len(seen) < MAX_FAULTS_SHOWN:
             seen.add(line)
             logger.warning(f"{trajectory.end_reason.value} in {trajectory.sample_id}: {line:.300}")
@@ -89,6 +91,7 @@ class Display:
     def aside(self, name: str, total: int) -> Iterator[None]:
         """Show another bar of `total` parts until the block ends."""
         task = self._task
+        # Put back afterwards: an evaluation must not count in the time left.
         begun = self._begun
         if task is not None:
             self._progress.update(task, visible=False)
@@ -126,6 +129,7 @@ class Display:
         parts += [f"{row['tokens_per_s']:.0f} tokens/s", f"rollout {row['rollout_s']:.1f}s"]
         if "train_s" in row:
             parts[-1] += f" train {row['train_s']:.1f}s"
+        # The mean of all steps so far: a single step may be twice as long as the next.
         left_s = (time.monotonic() - self._begun) / row["step"] * (total - row["step"])
         self.console.print("  ".join([*parts, f"ETA {left_s:.0f}s"]), soft_wrap=True)
 

@@ -58,9 +58,12 @@ def rollout_metrics(
     valid = [t for t in trajectories if t.end_reason.is_valid]
     turns = [turn for t in trajectories for turn in t.turns]
     ends = Counter(t.end_reason.value for t in rollout.played)
+    # Aborted and discarded episodes are in no mean: nobody trains on them.
     outcomes = Counter(outcome for turn in turns for outcome in tool_outcomes(turn))
     faults = Counter(name for turn in turns for name in faulty_tools(turn))
+    # A step whose episodes were all aborted has numbers too.
     count = max(1, len(trajectories))
+    # A broken episode's reward of 0 would pass for a bad answer.
     rewards = [t.reward for t in valid]
     metrics = {
         "reward": sum(rewards) / max(1, len(rewards)),
@@ -81,11 +84,13 @@ def rollout_metrics(
     metrics |= {f"end/{reason}": number / max(1, len(rollout.played)) for reason, number in sorted(ends.items())}
     metrics |= {f"tool/{outcome}": number / max(1, len(turns)) for outcome, number in sorted(outcomes.items())}
     metrics |= {f"tool_fault/{name}": number / max(1, len(turns)) for name, number in sorted(faults.items())}
+    # Few environments reward turns; the others would have rows of zeros.
     if any(turn.reward for t in valid for turn in t.turns):
         for n in range(1, max_turns + 1):
             earned = [t.turns[n - 1].reward for t in valid if len(t.turns) >= n]
             metrics[f"turn_reward/{n}"] = sum(earned) / max(1, len(earned))
     for env_id in env_ids:
+        # Without ids, so that it goes no deeper.
         own = rollout_metrics(rollout.of_environment(env_id), max_turns, seconds)
         metrics |= {f"env/{env_id}/{name}": own[name] for name in own if _BY_ENVIRONMENT.fullmatch(name)}
     return (
@@ -125,8 +130,10 @@ def time_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str
         "env": sum(t.timing.env_s for t in trajectories),
         "check": sum(t.timing.check_s for t in trajectories),
     }
+    # Episodes overlap, so this is more than the step took.
     total = sum(t.timing.total_s for t in trajectories)
     shares = {f"{name}_time_frac": part / total if total else 0.0 for name, part in spent.items()}
+    # The engine is given the whole stream again in each turn.
     given = sum(turn.start for turn in turns)
     return shares | {
         "loop_time_frac": max(0.0, 1 - sum(shares.values())) if total else 0.0,
@@ -140,6 +147,7 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[
     """Return the age, in versions, of the weights that generated the tokens: mean, maximum, and each age's share."""
     tokens: Counter[int] = Counter()
     for turn in (turn for t in trajectories for turn in t.turns):
+        # A turn may be written under several versions, where weights arrive meanwhile.
         tokens.update({version - old: count for old, count in turn.versions if count})
     total = max(1, tokens.total())
     return {
@@ -218,6 +226,7 @@ class MetricsLog:
         """Add metrics to the row of the last step."""
         row = self.rows[-1]
         row |= metrics
+        # The row is written again with what was added: readers see one line for each step.
         self._file.truncate(self._last_start)
         self._write_last()
         self._each(lambda tracker: tracker.write(int(row["step"]), {"step": row["step"], **metrics}))
@@ -230,6 +239,7 @@ class MetricsLog:
     def size(self) -> int:
         """Return the size of `metrics.jsonl` in bytes, after it is safely on disk."""
         self._file.flush()
+        # A checkpoint names this size; after a power cut the file must have it.
         os.fsync(self._file.fileno())
         return self.path.stat().st_size
 
@@ -265,6 +275,7 @@ def read_rows(path: Path) -> list[dict[str, float | None]]:
     rows: list[dict[str, float | None]] = []
     for number, (_, line) in enumerate(read_lines(path), 1):
         try:
+            # A stranger's file: what draws and compares expects numbers.
             rows.append(_ROW.validate_json(line))
         except ValidationError as error:
             fix = "take the file from a copy of the run folder, or repair the line"

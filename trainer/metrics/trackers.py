@@ -86,6 +86,7 @@ class Wandb:
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports] - an extra
 
+        # Kept in the folder, so that a resumed run continues the same curves.
         file = run.folder / "wandb_id.txt"
         if not file.exists():
             file.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
@@ -133,6 +134,7 @@ class OwnThread:
 
     def _wait_for(self, work: Callable[[], R]) -> R:
         answer = self._thread.begin(work)
+        # The thread is left behind; it is a daemon and cannot hold up the end.
         if not wait([answer], TRACKER_S).done:
             raise TimeoutError(f"no answer for {TRACKER_S:g} s")
         return answer.result()
@@ -151,6 +153,7 @@ def check_trackers(names: Sequence[str]) -> None:
             tracker = TRACKER.load("--tracker", name)
             for method in ("write", "close"):
                 check_not_async("--tracker", f"{name}.{method}", getattr(tracker, method, None))
+        # Found without importing, which takes seconds.
         elif importlib.util.find_spec(name) is None:
             raise UserError("--tracker", "needs its package", name, f"pip install {name}")
         if name == "wandb":
@@ -174,6 +177,7 @@ def open_trackers(names: Sequence[str], run: TrackedRun) -> dict[str, Tracker]:
             opener = OPENERS.get(name) or TRACKER.load("--tracker", name)
             with _as_user_error(name):
                 trackers[name] = OwnThread(functools.partial(opener, run))
+            # If a later one does not open, this one must not stay open.
             opened.callback(trackers[name].close)
         opened.pop_all()
     return trackers

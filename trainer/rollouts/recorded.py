@@ -81,13 +81,16 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
     spec = recording.manifest.env
     check_evaluations(config.evaluation, None, spec)
     found_folder(run, "--replay-rollouts")
+    # A stranger's settings may name code and places: here they are compared, and nothing of them is executed.
     base = read_config(run / CONFIG)
+    # All checks come first: a model takes minutes to load.
     check_read(config, base)
     check_algorithm(config.algorithm)
     check_model_given(config, base)
     model = open_model(config.model)
     config.check()
     check_learner(config, model.path)
+    # The network's own size: a tokenizer may know fewer ids.
     vocab_size = int(read_network(model.path).get_text_config().vocab_size)
     check = RecordingCheck(recording, model.renderer, model.facts, vocab_size)
     check.model()
@@ -98,6 +101,7 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
         folder = opened.folder
         with start.clock.stage("the learner"):
             learner = begin_or_resume(config, config, opened, model.path, sampling, cleanup)
+        # So that viewers know the rules of the episodes, as in any run folder.
         write_text(folder / ENVIRONMENT, json_text(spec))
         return RecordedContext(
             config=config,
@@ -123,6 +127,7 @@ def check_read(config: RunConfig, base: RunConfig) -> None:
     """
     by_path = dict(leaves(RunConfig))
     for path, (old, new) in changed(config, base).items():
+        # A default is no wish: it was not given.
         is_given = is_under(path, INHERITED) or new != by_path[path].get_default()
         if path[0] in _PLAYED and path not in _READ and is_given:
             rule = f"must stay as in the recorded run, which has {'nothing' if old in (None, '', ()) else old}"
@@ -155,7 +160,9 @@ class RecordedRollouts:
         version = self._step
         self._step = self._step + 1
         images = self.context.renderer.images
+        # Images are decoded; Ctrl-C must be heard meanwhile.
         rollout = await asyncio.to_thread(self.context.recorded.rollout, self._step, images)
+        # The learner's, not the recorded one: it says how old the tokens are for this run.
         return replace(rollout, weight_version=version)
 
     def idle_fracs(self) -> Mapping[str, float]:

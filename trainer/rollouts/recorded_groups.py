@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from agents.cli.text import counted
 from agents.recording import EpisodeRecord, Recording
 from agents.recording.run_files import METRICS
 from agents.recording.schema import TRAIN
@@ -63,18 +64,14 @@ class RecordedSteps:
         recording = Recording.open(run)
         rows = read_rows(run / METRICS)
         if num_steps > len(rows):
-            if len(rows) != 1:
-                there = f"the {len(rows)} steps"
-            else:
-                there = "the only step"
-            if rows:
-                fix = f"give --steps {len(rows)}"
-            else:
-                fix = "give a run that has taken a step"
-            raise UserError("--steps", f"must be at most {there} that {run} has recorded", num_steps, fix)
+            # A run that was stopped early may have recorded nothing to train on.
+            fix = f"give --steps {len(rows)}" if rows else "give a run that has taken a step"
+            rule = f"must be at most the {counted(len(rows), 'step')} that {run} has recorded"
+            raise UserError("--steps", rule, num_steps, fix)
         outcomes = {id: outcome for id, outcome in recording.outcomes().items() if 1 <= outcome.step <= num_steps}
         found = dict[str, RecordedEpisode]()
         start = 0
+        # One pass: only places are kept, since the episodes may not fit into memory.
         for end, episode in recording.episodes_from(0):
             outcome = outcomes.get(episode.id)
             if outcome:
@@ -95,6 +92,7 @@ class RecordedSteps:
             sizes: dict[int, int] = defaultdict(int)
             for episode in episodes:
                 sizes[episode.group] += episode.fate == TRAIN
+            # A group that lacks an episode would have other advantages.
             num_whole = sum(size == group_size for size in sizes.values())
             wanted = row.get("groups_trained")
             if num_whole != wanted:
@@ -114,6 +112,7 @@ class RecordedSteps:
         """Return the groups of a step, used and unused; only images of used ones are processed."""
         coming = {episode.end: episode for episode in self.steps[step]}
         by_fate: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
+        # The file is compressed in members: what lies before need not be unpacked.
         first = min((episode.start for episode in coming.values()), default=0)
         for end, record in self.recording.episodes_from(first):
             if not coming:
@@ -123,6 +122,7 @@ class RecordedSteps:
                     shown = images
                 else:
                     shown = None
+                # Only trained groups need pixels; cutting images is the slow part.
                 by_fate[episode.fate][episode.group].append(self.recording.trajectory(record, shown))
         discarded = by_fate[DISCARDED]
         return StepRollout(
@@ -143,6 +143,7 @@ def _unused(groups: Mapping[int, Sequence[Trajectory]]) -> tuple[TrajectoryGroup
     """Return the groups that no step trained on, in order of number; the last attempt of each counts."""
     found = []
     for _, played in sorted(groups.items()):
+        # A group that was played again keeps what was discarded beside it.
         last = max(t.attempt for t in played)
         before = [t for t in played if t.attempt < last]
         found.append(_group([t for t in played if t.attempt == last], before))

@@ -40,21 +40,15 @@ def check_learner(config: RunConfig | SftConfig, path: Path | str) -> None:
 
 def check_backend(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig, network: Any) -> None:
     """Raise `UserError` if the backend cannot train the network of a Transformers configuration as configured here."""
-    if cluster.backend == "megatron":
-        if cluster.num_learners:
-            flag = "--num-learners"
-        else:
-            flag = "--num-gpus"
-        check_layout(Layout.of(cluster), max(1, cluster.num_ranks), network, flag)
-        _check_settings(cluster, model, learner)
-        _check_host(cluster, model)
-
-
-def _check_settings(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig) -> None:
+    if cluster.backend != "megatron":
+        return
+    flag = "--num-learners" if cluster.num_learners else "--num-gpus"
+    check_layout(Layout.of(cluster), max(1, cluster.num_ranks), network, flag)
     # Megatron's distributed optimizer keeps its state where it computes.
     if learner.offload != "none":
         fix = "leave it out: the optimizer's state is spread over all ranks with the same weights"
         raise UserError("--offload", "must be none with --backend megatron", learner.offload, fix)
+    _check_host(cluster, model)
 
 
 def _check_host(cluster: ClusterConfig, model: ModelConfig) -> None:
@@ -63,10 +57,7 @@ def _check_host(cluster: ClusterConfig, model: ModelConfig) -> None:
         found = f"no {' and no '.join(missing)}"
         raise UserError("--backend megatron", rule, found, INSTALL)
     if cluster.num_learners or not (cluster.num_gpus or model.device.split(":")[0] == "cuda"):
-        if cluster.num_learners:
-            got = f"--num-learners {cluster.num_learners}"
-        else:
-            got = f"--device {model.device}"
+        got = f"--num-learners {cluster.num_learners}" if cluster.num_learners else f"--device {model.device}"
         raise UserError("--backend megatron", "needs GPUs", got, "give --num-gpus, or --device cuda for one GPU")
     if not cluster.num_gpus and not torch.cuda.is_available():
         raise UserError("--backend megatron", "needs a GPU that torch sees", "none", "leave it out: FSDP2 runs on CPUs")

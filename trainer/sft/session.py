@@ -97,6 +97,7 @@ class SftSession(RunSession[SftState]):
 
     async def evaluate_before(self) -> None:
         """Evaluate the model that the run starts from; a resumed run has done so."""
+        # A resumed run knows it from its checkpoint.
         if not self.state.step:
             self.loss_before = await self._evaluate("evaluate before")
             self.state = self.state_now()
@@ -130,13 +131,16 @@ class SftSession(RunSession[SftState]):
         if held_out is None:
             return None
         for start in range(0, len(held_out), self.config.batch_size):
+            # Half an evaluation says nothing; the run ends with what it has.
             if self.is_interrupted:
                 return None
+            # In batches as large as those of training, which fit into memory.
             places = range(start, min(start + self.config.batch_size, len(held_out)))
             samples = await asyncio.wrap_future(self._read(held_out, places))
             found_nats, found_tokens = await self.complete(compute(self.context.learner.sum_logprobs, samples))
             nats = nats + found_nats
             tokens = tokens + found_tokens
+        # Weighted by tokens: batches differ in length.
         loss = -nats / max(1, tokens)
         logger.info(f"{name}: loss {loss:.4f}, perplexity {math.exp(min(loss, 99)):.3f}, {tokens} tokens")
         return loss
@@ -160,6 +164,7 @@ class SftSession(RunSession[SftState]):
         finally:
             row = self.log.write(self.step, metrics)
             await self.end_step()
+        # Of this process alone: another machine may have taken the steps before.
         num_done = self.step - self._resumed_at
         left_s = (time.perf_counter() - self._begun) / num_done * (self.num_steps - self.step)
         logger.info(
@@ -222,6 +227,7 @@ def num_taken(config: SftConfig, size: int, step: int) -> int:
     """Return how many conversations were taken after a step, of `size` that there are: the last batch may be short."""
     if config.steps:
         return step * config.batch_size
+    # Whole epochs: every conversation is taken equally often.
     return min(step * config.batch_size, config.epochs * size)
 
 
@@ -230,7 +236,9 @@ def step_places(config: SftConfig, size: int, step: int) -> list[int]:
 
     Example: of 10 conversations with a batch of 4, step 3 takes the last two of the first epoch and two of the second.
     """
+    # Numbered without end, so that a step depends on nothing but its number.
     numbers = range((step - 1) * config.batch_size, num_taken(config, size, step))
+    # A batch may begin in one epoch and end in the next.
     orders = {epoch: epoch_order(size, config.seed, epoch) for epoch in {number // size for number in numbers}}
     return [orders[number // size][number % size] for number in numbers]
 
