@@ -493,7 +493,7 @@ def test_a_group_whose_episode_is_too_slow_is_aborted_before_its_tokens_are_too_
 def test_a_step_waits_for_its_first_groups_until_its_time_is_up(renderer: Renderer) -> None:
     """Without `stop_early` no group is preferred because it is quick: problem 0 holds up the step, up to its limit."""
     engine = PacedEngine(renderer, wait=hang(0))
-    manager = manager_of(renderer, engine, max_staleness=1, max_rollout_s=1.0)
+    manager = manager_of(renderer, engine, max_staleness=1, max_rollout_s=0.5)
     first, second, third, _ = ahead(manager, engine, 1, 1, 1)
     assert (numbers(first.groups), numbers(second.groups)) == ([1], [2])
     assert (numbers(third.aborted), numbers(third.groups)) == ([0], [3])
@@ -733,7 +733,7 @@ def test_an_episode_that_is_aborted_in_its_environment_keeps_the_turn_that_it_ha
             freed.wait(20)
             return {}, True, {}
 
-    manager = manager_of(renderer, PacedEngine(renderer), env=Slow, max_rollout_s=1.0)
+    manager = manager_of(renderer, PacedEngine(renderer), env=Slow, max_rollout_s=0.5)
     (rollout,), _ = collect(manager, 1)
     freed.set()
     (group,) = rollout.aborted
