@@ -138,7 +138,7 @@ def test_a_run_measures_its_held_out_problems_as_the_command_does(
     for way, figures in report["ways"].items():
         accuracy = summary["evaluation_after"][way]["accuracy"]
         assert accuracy == figures["accuracy"] and accuracy["value"] == summary["accuracy_after"][way]
-        assert summary["interval_after"][way] == [accuracy["low"], accuracy["high"]]
+        assert summary["evaluations"][-1]["interval"][way] == [accuracy["low"], accuracy["high"]]
         assert f"{accuracy['value']:.3f} [{accuracy['low']:.3f}, {accuracy['high']:.3f}]" in shown
         assert summary["evaluation_after"][way]["ends"] == figures["ends"]
 
