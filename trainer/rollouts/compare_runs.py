@@ -40,7 +40,10 @@ def compare(there: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]
     pairs = [(other, own) for other, own in zip(there, here, strict=False) if COMPARED[0] in other]
     for number, (other, own) in enumerate(pairs):
         found = [(name, other.get(name), own.get(name)) for name in COMPARED]
-        # As text, in which NaN equals NaN, and every bit of a number shows.
-        if differing := tuple(f"{name} {old} there, {new} here" for name, old, new in found if str(old) != str(new)):
+        # As text too: NaN equals no number, not even itself.
+        differing = tuple(
+            f"{name} {old} there, {new} here" for name, old, new in found if old != new and str(old) != str(new)
+        )
+        if differing:
             return Comparison(len(pairs), number, differing)
     return Comparison(len(pairs), len(pairs))
