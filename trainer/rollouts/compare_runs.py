@@ -28,10 +28,12 @@ class Comparison:
         """Return the result in words; `other` names the run compared with."""
         if not self.num_steps:
             return f"against {other}: there are no figures of training to compare with"
-        equal = f"{', '.join(COMPARED)} are equal to the bit in {self.num_equal} of {self.num_steps} steps"
-        if not self.differing:
-            return f"against {other}: {equal}"
-        return f"against {other}: {equal}; step {self.num_equal + 1}: {', '.join(self.differing)}"
+        line = (
+            f"against {other}: {', '.join(COMPARED)} are equal to the bit in {self.num_equal} of {self.num_steps} steps"
+        )
+        if self.differing:
+            line += f"; step {self.num_equal + 1}: {', '.join(self.differing)}"
+        return line
 
 
 def compare(there: Sequence[Mapping[str, Any]], here: Sequence[Mapping[str, Any]]) -> Comparison:

@@ -112,10 +112,9 @@ def prepare(config: SftConfig, data: SftData) -> SftContext:
         plan = config.plan(num_steps)
         learner = begin_or_resume(config, plan, opened, data.model_path, sampling, cleanup)
         folder = opened.folder
-        checkpoint = opened.checkpoint
         for change in changed_data(folder, {"--data": config.data.data, "--eval-data": config.data.eval_data}):
             logger.warning(f"not as when the run began: {change}")
-        return SftContext(config, folder, data, num_steps, learner.learner, checkpoint, cleanup.pop_all())
+        return SftContext(config, folder, data, num_steps, learner.learner, opened.checkpoint, cleanup.pop_all())
 
 
 def _sources(
