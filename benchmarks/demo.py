@@ -1,7 +1,7 @@
 """The reference run over several seeds: `python -m benchmarks.demo --seeds 0 1 2`.
 
 Runs the default command once per seed, each in a process of its own, and measures the policy before and after, with its
-tools and without. Prints tables of accuracy, of first and second attempts and of families, and writes
+tools and without. Prints tables of accuracy and of families, and writes
 `benchmarks/results/demo.json` after each seed.
 
 Choose settings with `--split validation`, and look at `heldout`, the default, once: `--model` and every other flag of
@@ -118,31 +118,6 @@ def _behaviour(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def attempts_table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return what became of second attempts, before and after, a row for each seed and their sum."""
-    rows = []
-    for when in WHEN:
-        found = [run[f"evaluation_{when}"]["with_tool"].get("second_attempts") for run in runs]
-        pairs = [(str(run["seed"]), attempts) for run, attempts in zip(runs, found, strict=True) if attempts]
-        for seed, attempts in pairs:
-            rows.append([when, seed, _estimate(attempts["after_wrong"]), *_confusion([attempts])])
-        if pairs:
-            rows.append([when, "all", _fixed([attempts for _, attempts in pairs]), *_confusion([a for _, a in pairs])])
-    columns = [f"{first}, {second}" for first in ("right", "wrong") for second in ("right", "wrong", "none")]
-    return markdown(("", "seed", "second right after a wrong first", *columns), rows)
-
-
-def _confusion(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    counts = [attempts["confusion"] for attempts in found]
-    return [str(sum(count[a][b] for count in counts)) for a in ("right", "wrong") for b in ("right", "wrong", "none")]
-
-
-def _fixed(found: Sequence[Mapping[str, Any]]) -> str:
-    wrong = [attempts["confusion"]["wrong"] for attempts in found]
-    tried = sum(count["right"] + count["wrong"] for count in wrong)
-    return f"{sum(count['right'] for count in wrong) / tried:.3f}" if tried else "-"
-
-
 def family_table(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return the mean accuracy of all seeds by family, before and after, in each way."""
 
@@ -182,7 +157,7 @@ def main() -> None:
             runs = sorted([*runs, done.result()], key=lambda run: run["seed"])
             figures = {"split": args.split, "at_once": args.jobs, "runs": runs}
             write_result(args.out, command, figures, at, PACKAGES)
-    print("\n\n".join(table(runs) for table in (accuracy_table, attempts_table, family_table)))
+    print("\n\n".join(table(runs) for table in (accuracy_table, family_table)))
 
 
 if __name__ == "__main__":

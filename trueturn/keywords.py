@@ -122,7 +122,6 @@ class TrainKeywords(RunKeywords, total=False):
     max_oversample: Any
     stop_early: Any
     max_rollout_s: Any
-    max_rollout_tokens: Any
     max_staleness: Any
     keep_kv_cache: Any
     max_invalid_frac: Any

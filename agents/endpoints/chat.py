@@ -90,15 +90,18 @@ def read_answer(body: bytes, tool_format: ToolFormat) -> Answer:
         place = ".".join(map(str, first["loc"])) or "the body"
         raise EndpointFault(f"the answer is no chat completion: {place}: {first['msg']}") from None
     choice = completion.choices[0]
+    # A field of its own at OpenAI; the text would be empty.
     if choice.message.refusal:
         raise EndpointFault(f"the model has refused: {choice.message.refusal:.300}")
     if choice.finish_reason == "content_filter":
         raise EndpointFault("a content filter of the server has cut the answer (content_filter)")
+    # Some servers answer with parts in place of a text.
     content = bare_text({"content": choice.message.content})
     calls = choice.message.tool_calls or []
     message: Message = {"role": "assistant", "content": content}
     if calls:
         message |= {"content": content or None, "tool_calls": [call.model_dump() for call in calls]}
+    # Only what the server has counted: 0 and unknown are not the same.
     usage = completion.usage.model_dump(exclude_unset=True) if completion.usage else {}
     finish = "length" if choice.finish_reason == "length" else "stop"
     texts = [content] * bool(content) + [_call_text(call.function, tool_format) for call in calls]

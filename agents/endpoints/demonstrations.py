@@ -41,7 +41,9 @@ class Demonstrations:
 
     def add(self, trajectory: Trajectory) -> None:
         """Write an episode if it is a success and says something in every turn."""
+        # An empty turn cannot be taught: there is nothing to write.
         if self._path and is_success(trajectory, self._success) and all(turn.text for turn in trajectory.turns):
+            # Opened for each: a killed run keeps what it has.
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(demonstration(trajectory, self._tool_format)) + "\n")
 
@@ -59,6 +61,7 @@ def _taught(message: Mapping[str, Any], tool_format: ToolFormat) -> dict[str, An
     if message["role"] != "assistant":
         return to_server(message)
     text = message["content"]
+    # Read as the environment has read them, so that what is taught is what worked.
     calls = find_tool_calls(text, tool_format)
     given = [
         {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}

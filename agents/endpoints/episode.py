@@ -61,6 +61,7 @@ class EndpointEpisode(Episode):
         self.thinking = text_thinking(spec.thinking)
         self.rewards = load_rewards(spec.reward)
         self._numbers = count()
+        # Streams are empty here, so no rule has anything to find.
         self._vocabulary = Vocabulary(None, 1, frozenset())
 
     async def _play(self, state: EpisodeState) -> tuple[float, EndReason, str | None]:
@@ -76,6 +77,7 @@ class EndpointEpisode(Episode):
     async def _alternate(self, session: Session, state: EpisodeState) -> EndReason:
         """Alternate model and environment until one of them, or a limit, ends the episode."""
         try:
+            # Encoded once: an image would be sent anew in each turn.
             said = [to_server(message) for message in state.messages]
         except Exception as error:  # an image that is only now decoded
             raise render_fault("prompt", error) from error
@@ -84,6 +86,7 @@ class EndpointEpisode(Episode):
             if room <= 0:
                 return EndReason.TOKEN_BUDGET
             result = await self._ask(state, said, number, room)
+            # As the server counts: hidden reasoning is in it.
             room -= state.turns[-1].usage.get("completion_tokens", 0)
             if state.turns[-1].finish != "stop":
                 return EndReason.TOKEN_BUDGET

@@ -24,12 +24,14 @@ def play_endpoint(config: PlayConfig, spec: EnvSpec, build_env: BuildEnv, sample
     endpoint = config.endpoints.only(config.model)
     args = spec.args(config.max_turns)
     own = with_absolute_paths(config.endpoints)  # code of the environment may change the working directory
+    # Raises before anything is asked.
     demonstrations = Demonstrations(own.save_demonstrations, spec, args.tool_format)
     client = EndpointClient(endpoint, args.tool_format, own.endpoint_cache)
     episode = EndpointEpisode(client, spec, args.max_turns, config.max_new_tokens)
     manifest = text_manifest(spec, endpoint.title, {PLAY: episode}, args.tool_format)
     record = config.record and config.record.absolute()
     if record:
+        # Before the model is asked, which may cost money.
         check_record_folder(record)
     terminal = Terminal.standard()
     gallery = Gallery.named(config.images, f"{spec.id}-{config.index}")

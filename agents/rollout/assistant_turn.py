@@ -61,10 +61,12 @@ class TurnWriter:
             UserError: the message holds an image or a control token, is empty, has calls that cannot be parsed, or
                 does not continue the text with which the template opens a turn. Names `where`.
         """
+        # First: a broken call would be written by the template as it is.
         calls = parse_calls(message, where)
         if any(part["type"] != "text" for part in content_parts(message)):
             raise UserError(where, "must be text where the assistant speaks", "an image", "show it in another message")
         for text in _texts(message):
+            # Tokenised, it would end the turn early, or begin another one.
             if self.renderer.encoder.break_control_tokens(text) != text:
                 rule = "must hold no control token where the assistant speaks"
                 raise UserError(where, rule, text[:80], "leave it out: the template writes what closes a turn")
@@ -76,6 +78,7 @@ class TurnWriter:
         else:
             text = self._model_part({**plain, "tool_calls": [_as_json(call) for call in calls]}, where)
             if not self._parses_to(text, calls):
+                # Some templates write calls in a form that no parser of an environment reads.
                 lines = [content] * bool(content) + [write_tool_call(call, self.tool_format) for call in calls]
                 text = self._model_part({**plain, "content": "\n".join(lines)}, where)
             if not self._parses_to(text, calls):
@@ -96,6 +99,7 @@ class TurnWriter:
         if not (whole.startswith(self._header) and whole.endswith(self._ending)):
             rule = "must be a message that the model's chat template opens and closes as any other of the assistant"
             raise UserError(where, rule, whole[-80:], "fix the message")
+        # The model continues what the template begins, such as an empty thought.
         start = len(self._opening if whole.startswith(self._opening) else self._header)
         text = whole[start : len(whole) - len(self._ending)]
         thinking = self._thinking
@@ -124,6 +128,7 @@ def parse_calls(message: Message, where: str) -> list[ToolCall]:
     Raises:
         UserError: one of them is no call.
     """
+    # A column of Arrow has None where a row has no calls.
     given = message.get("tool_calls") or ()
     calls: list[ToolCall] = []
     for index, value in enumerate(given if isinstance(given, list | tuple) else [given]):

@@ -105,6 +105,7 @@ class ConversationRenderer:
         # A column of Arrow gives each message the keys of all messages, with None for those that it lacks.
         given = [{k: v for k, v in message.items() if v is not None} for message in conversation.messages]
         learnt = [_is_learnt(message, f"{where} messages[{place}]") for place, message in enumerate(given)]
+        # Marks are ours: a template must not see them.
         messages = tuple({k: v for k, v in message.items() if k not in LOSS_MARKS} for message in given)
         _check_order(messages, where, self._writer.tool_format)
         if not any(learnt):
@@ -149,9 +150,11 @@ class ConversationRenderer:
             text = messages[place]["content"]
             answers = messages[place + 1 : following]
             ids = (*renderer.encoder.encode(text), renderer.closer_id)
+            # As if written by one engine under its first weights, so that the same rules hold.
             versions = ((0, len(ids)),)
             start, end = stream.write(Completion(ids, (0.0,) * len(ids), "stop", len(stream.ids), versions))
             turns.append(Turn(start, end, text, "stop", versions, 0, answers, {}, 0.0, 0.0))
+            # An engine would have stopped there, so no episode can look like this.
             if stops := set(ids[:-1]) & set(renderer.stop_ids):
                 rule = "must not end before its closing token"
                 got = renderer.decode(sorted(stops))
@@ -179,6 +182,7 @@ class ConversationRenderer:
         """Yield (is learnt, text) for each run of the stream; an image's placeholders are shown once."""
         ids = stream.ids_T.tolist()
         image = self.renderer.image_token_id
+        # Runs of tokens that are learnt, or not, alternate.
         edges = [0, *(np.flatnonzero(np.diff(stream.mask_T)) + 1).tolist(), len(ids)]
         for start, end in pairwise(edges):
             kept = [t for k, t in enumerate(ids[start:end]) if t != image or k == 0 or ids[start + k - 1] != image]
@@ -199,6 +203,7 @@ def _is_learnt(message: Message, where: str) -> bool:
             raise UserError(f"{where} {name}", "must be true or false", value, fix)
         if name in _WEIGHTS and value not in (0, 1):
             raise UserError(f"{where} {name}", "must be 0 or 1", value, fix)
+    # Two data sets joined may carry both kinds of marks.
     if len({bool(value) for value in marks.values()}) > 1:
         raise UserError(where, f"must agree in {' and '.join(marks)}", str(marks), "keep one of them")
     if marks and all(marks.values()) and not is_assistant:
@@ -225,6 +230,7 @@ def _check_order(messages: tuple[Message, ...], where: str, tool_format: ToolFor
         raise UserError(where, f"must have roles among {', '.join(_ROLES)}", unknown[0], "rename the role")
     if "assistant" not in roles:
         raise UserError(where, "must have an assistant's turn", f"roles {', '.join(roles)}", "add the answer")
+    # What follows the last turn would be read by nobody.
     if roles[-1] != "assistant":
         raise UserError(where, "must end with an assistant's turn", f"the role {roles[-1]}", "drop what follows it")
     if "user" not in roles[: roles.index("assistant")]:
@@ -244,6 +250,7 @@ def _check_results(messages: tuple[Message, ...], where: str, tool_format: ToolF
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
             calls = message.get("tool_calls") or ()
+            # Ids are optional: without them only the number of results counts.
             known = {call.get("id") for call in calls if isinstance(call, dict)} - {None}
             waiting = len(calls) or len(find_tool_calls(bare_text(message), tool_format))
         elif message["role"] == "tool":

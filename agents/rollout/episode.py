@@ -22,7 +22,7 @@ from agents.rollout.invariants import Vocabulary, broken_invariant, broken_turn,
 from agents.rollout.rewards import RewardSum
 from agents.rollout.stream import Stream
 from agents.rollout.template_check import template_mismatch
-from agents.types import Completion, EndReason, GenerateRequest, SamplingParams, Timing, Trajectory, Turn
+from agents.types import EndReason, GenerateRequest, SamplingParams, Timing, Trajectory, Turn
 from envs.contract import EnvFault, EpisodeEnv, ToolFault, is_json, plain_dict
 from envs.execution.runner import EnvRunner, StepResult
 from envs.spec import EnvLimits, EnvSpec
@@ -65,7 +65,6 @@ class EpisodeState:
     env: EnvRunner
     seed: int
     messages: list[Message]
-    on_completion: Callable[[Completion], None]
     checks_template: bool
     stream: Stream = field(default_factory=Stream)
     turns: list[Turn] = field(default_factory=list)
@@ -120,18 +119,17 @@ class Episode:
         sample_index: int = 0,
         group: int = 0,
         attempt: int = 0,
-        on_completion: Callable[[Completion], None] = lambda completion: None,
     ) -> Trajectory:
         """Play one episode to its end, or until its task is cancelled with `ABORT`.
 
-        `sample_index`, `group` and `attempt` are stored in the trajectory. Calls `on_completion(completion)` each time
-        the engine has written a turn.
+        `sample_index`, `group` and `attempt` are stored in the trajectory.
 
         Raises only what the engine or our own code raises. An episode whose stream breaks a rule, in a turn or at its
         end, ends as `invalid_stream`; its `error` says which rule and where.
         """
         started = time.perf_counter()
         every = self.limits.check_template_every
+        # Not each one: the template writes the whole conversation again for each turn.
         checks_template = every > 0 and next(self._numbers) % every == 0
 
         def build() -> EpisodeEnv:
@@ -140,7 +138,7 @@ class Episode:
             return make_env()
 
         env = EnvRunner(build, self.limits.env, sample.id, self.thinking)
-        state = EpisodeState(env, seed, list(sample.prompt), on_completion, checks_template)
+        state = EpisodeState(env, seed, list(sample.prompt), checks_template)
         reward, end_reason, error = await self._play(state)
         stream = state.stream
         ids_T, mask_T, logprobs_T = stream.arrays()
@@ -217,6 +215,7 @@ class Episode:
             rule = broken_invariant(trajectory, self._vocabulary, state.stream.pieces)
             if rule is None and state.checks_template:
                 rule = template_mismatch(trajectory, self.renderer, state.tools)
+        # The environment's own error stays: it may be the cause.
         if rule is not None:
             end_reason = EndReason.INVALID_STREAM
             error = f"{error}\n\n{rule}" if error else rule
@@ -240,6 +239,7 @@ class Episode:
         """Alternate model and environment until one of them, or a limit, ends the episode."""
         for number in range(1, self.limits.max_turns + 1):
             room, limit = self._room(state.stream)
+            # Asked before the turn: an engine that gets no room would answer with nothing.
             if room <= 0:
                 return limit
             result = await self._turn(session, state, number, room)
@@ -264,7 +264,6 @@ class Episode:
         completion = await session.generate(request)
         answered = time.perf_counter()
         check_types(completion)
-        state.on_completion(completion)
         rule = broken_turn(number, request, completion)
         state.check_s += time.perf_counter() - answered
         start, end = stream.write(completion)
@@ -324,6 +323,7 @@ class Episode:
     def _room(self, stream: Stream) -> tuple[int, EndReason]:
         """Return how many more tokens fit, and the end reason once none do."""
         length = len(stream.ids)
+        # Observations count: they fill the stream as the model's words do.
         budget = self.limits.max_new_tokens - (length - stream.prompt_length)
         room = self.engine.context_length - length
         if budget <= room:
@@ -335,6 +335,7 @@ class Episode:
 
         A text that is too long to fit is not tokenised: that would block all other episodes.
         """
+        # Some templates cannot write two turns of the assistant in a row.
         observed = observed or ({"role": "user", "content": ""},)
         texts = [part.get("text", "") for message in observed for part in content_parts(message)]
         if sum(map(len, texts)) > max(0, room) * self.renderer.max_token_chars:
@@ -343,6 +344,7 @@ class Episode:
             suffix = self.renderer.suffix(observed, last_id=state.stream.ids[-1], has_tools=bool(state.tools))
         except Exception as error:  # an environment's message may hold anything
             raise render_fault("observation", error) from error
+        # One token at least must be left to write, or the turn would be empty.
         if len(suffix.ids) >= room:
             return False
         state.stream.read(suffix)
@@ -357,6 +359,7 @@ class MixedEpisode(Episode):
     """
 
     def __init__(self, parts: Mapping[str, Episode]) -> None:
+        # Shows the limits of the widest part; it plays nothing itself.
         vars(self).update(vars(max(parts.values(), key=lambda part: part.limits.max_turns)))
         self.parts = parts
 
@@ -373,6 +376,7 @@ def by_entry(spec: EnvSpec, max_turns: int, of_entry: Callable[[EnvSpec, int], E
     """Return the agent loop that `of_entry(entry, turns)` makes of an entry; in a mixture each part has its own."""
     if not spec.parts:
         return of_entry(spec, max_turns)
+    # Each entry has its own limits, thinking and rewards.
     return MixedEpisode({part.id: of_entry(part, min(max_turns, part.max_turns)) for part in spec.entries})
 
 

@@ -23,6 +23,7 @@ def derive_seed(*parts: int | str) -> int:
     >>> derive_seed(0, "train", 1) == derive_seed(0, "train", 1) != derive_seed(0, "train", 2)
     True
     """
+    # A hash and not a sum: neighbouring seeds must not share episodes.
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")
 
@@ -58,7 +59,7 @@ class RolloutOptions:
 
     `group_filter` says of each group whether it counts; the others are replaced in the same way.
 
-    `max_rollout_s` and `max_rollout_tokens` (model tokens) end a step in the same way; 0 is no limit.
+    `max_rollout_s` ends a step in the same way; 0 is no limit.
     """
 
     group_size: int
@@ -70,7 +71,6 @@ class RolloutOptions:
     stop_early: bool = False
     max_staleness: int = 0
     max_rollout_s: float = 0.0
-    max_rollout_tokens: int = 0
     group_filter: Callable[[TrajectoryGroup], bool] | None = None
 
     def counts(self, group: TrajectoryGroup) -> bool:
@@ -80,21 +80,13 @@ class RolloutOptions:
         return self.group_filter is None or self.group_filter(group)
 
 
-@dataclass(frozen=True)
-class Queue:
-    """The groups in flight as a step begins: complete ones that wait to be taken, and those in progress."""
-
-    num_waiting: int = 0
-    num_in_progress: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class StepRollout:
     """Every group that a step has ended, each tuple in order of number.
 
     `groups` are those to train on. `filtered` have equal rewards; `surplus` were complete and not needed; `aborted`
     were cut off and hold what was played of them. `shortfall` says why there are fewer groups than requested, or is
-    empty. `weight_version` is that of the weights that the step starts from, and `queue` what was in flight then.
+    empty. `weight_version` is that of the weights that the step starts from.
     `pools` counts the problems of a curriculum's pools after the step.
     """
 
@@ -104,7 +96,6 @@ class StepRollout:
     aborted: tuple[TrajectoryGroup, ...] = ()
     shortfall: str = ""
     weight_version: int = 0
-    queue: Queue = Queue()
     pools: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -180,8 +171,6 @@ class RunningGroup:
         group = cls(saved.number, problem, saved.attempt, played, discarded)
         if saved.is_complete:
             group.result = group.so_far()
-        else:
-            group.result = None
         return group
 
     def save(self) -> GroupInFlight:
@@ -197,11 +186,13 @@ class RunningGroup:
 
     def seed(self, copy: int) -> int:
         """Return the seed of a copy in the current attempt."""
+        # The first attempt has the seed of runs that never play again.
         attempt = (self.attempt,) if self.attempt else ()
         return derive_seed(self.problem.seed, self.problem.index, copy, *attempt)
 
     def so_far(self) -> TrajectoryGroup:
         """Return what was played, in order of copy."""
+        # In order of copy, not of their end: a repeated run must train alike.
         played = tuple(self.played[copy] for copy in sorted(self.played))
         return TrajectoryGroup(self.problem.sample.id, played, self.discarded)
 
@@ -235,5 +226,6 @@ def _with_metadata(
     played: Mapping[int, Trajectory], discarded: Sequence[Trajectory], metadata: Mapping[str, Any]
 ) -> tuple[dict[int, Trajectory], tuple[Trajectory, ...]]:
     """Return the episodes of a group with the metadata of its problem."""
+    # Metadata may be any object of an author; the problem brings it again.
     kept = {copy: replace(trajectory, metadata=metadata) for copy, trajectory in played.items()}
     return kept, tuple(replace(trajectory, metadata=metadata) for trajectory in discarded)

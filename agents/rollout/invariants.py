@@ -13,13 +13,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Protocol, get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from agents.rendering.renderer import Rendered, Renderer
-from agents.types import Completion, Finish, GenerateRequest
+from agents.rollout.stream import first_difference
+from agents.types import Completion, Finish, GenerateRequest, Trajectory, Turn
+
+if TYPE_CHECKING:
+    # A recorded episode has the same fields.
+    from agents.recording.schema import EpisodeRecord, TurnRecord
+
+    TokenStream = Trajectory | EpisodeRecord
 
 #: Rounding may lift a log-prob this far above 0.
 MAX_LOGPROB = 1e-4
@@ -50,6 +56,7 @@ class Vocabulary:
     @classmethod
     def of(cls, renderer: Renderer) -> Vocabulary:
         """Return the vocabulary of a renderer's model."""
+        # A sampled placeholder would ask for pixels that are not there.
         suppressed_ids = frozenset(renderer.suppressed_ids)
         return cls(renderer.image_token_id, renderer.merge_size, suppressed_ids, renderer.tokenizer.decode)
 
@@ -68,13 +75,6 @@ def check_types(completion: object) -> None:
     """Raise TypeError for what is no completion: code that returns this is broken, not an episode."""
     if not isinstance(completion, Completion):
         raise TypeError(f"an engine's generate must return a Completion, got {type(completion).__name__}")
-    ids = completion.ids
-    logprobs = completion.logprobs
-    if not isinstance(ids, tuple) or not isinstance(logprobs, tuple):
-        got = f"{type(ids).__name__} and {type(logprobs).__name__}"
-        raise TypeError(f"ids and logprobs of a Completion must be tuples, got {got}")
-    if wrong := [kind for kind in set(map(type, ids)) if not issubclass(kind, int | np.integer)]:
-        raise TypeError(f"ids of a Completion must be whole numbers, got {wrong[0].__name__}")
 
 
 def broken_turn(number: int, request: GenerateRequest, completion: Completion) -> str | None:
@@ -92,10 +92,12 @@ def broken_turn(number: int, request: GenerateRequest, completion: Completion) -
         return f"turn {number}: the engine wrote {num_tokens} tokens, asked for {request.max_new_tokens} at most"
     if not num_tokens and c.finish != "abort":
         return f"turn {number}: the engine wrote no token and ended with {c.finish!r}"
+    # Beyond, an array of 32 bits or an embedding would fail far from here.
     if num_tokens and not 0 <= min(c.ids) <= max(c.ids) < MAX_ID:
         return f"turn {number}: the engine wrote ids from {min(c.ids)} to {max(c.ids)}"
     if len(c.logprobs) != num_tokens:
         return f"turn {number}: {len(c.logprobs)} log-probs for {num_tokens} tokens"
+    # Staleness and its corrections are counted by them.
     if rule := _broken_versions(number, c.versions, num_tokens):
         return rule
     if c.finish not in FINISHES:
@@ -103,43 +105,6 @@ def broken_turn(number: int, request: GenerateRequest, completion: Completion) -
     if c.finish == "stop" and c.ids[-1] not in request.sampling.stop_ids:
         return f"turn {number}: the engine stopped at id {c.ids[-1]}, the stop ids are {request.sampling.stop_ids}"
     return None
-
-
-class TokenSpan(Protocol):
-    """A model turn `[start, end)` and its runs of (weight version, tokens)."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def versions(self) -> Sequence[tuple[int, int]]: ...
-
-
-class ImagePatches(Protocol):
-    """The grid of an image (time, rows, columns), and its number of placeholders."""
-
-    @property
-    def grid_thw(self) -> tuple[int, int, int]: ...
-    @property
-    def num_tokens(self) -> int: ...
-
-
-class TokenStream(Protocol):
-    """The part of a trajectory that the rules read; a recorded episode has it too."""
-
-    @property
-    def ids_T(self) -> NDArray[np.int64]: ...
-    @property
-    def mask_T(self) -> NDArray[np.bool_]: ...
-    @property
-    def logprobs_T(self) -> NDArray[np.float32]: ...
-    @property
-    def turns(self) -> Sequence[TokenSpan]: ...
-    @property
-    def images(self) -> Sequence[ImagePatches]: ...
-    @property
-    def prompt_length(self) -> int: ...
 
 
 def broken_invariant(
@@ -196,6 +161,7 @@ def _broken_turns(t: TokenStream) -> str | None:
     cursor = t.prompt_length
     if not 0 <= cursor <= length:
         return f"a prompt of {cursor} tokens in a stream of {length}"
+    # Built from the turns alone, to be compared with the mask.
     spans = np.zeros(length, dtype=np.bool_)
     for number, turn in enumerate(t.turns, 1):
         if not cursor <= turn.start <= turn.end <= length:  # an aborted turn may be empty
@@ -231,6 +197,7 @@ def _broken_images(t: TokenStream, vocabulary: Vocabulary) -> str | None:
     if vocabulary.image_token_id is None and not t.images:
         return None
     is_image = t.ids_T == vocabulary.image_token_id
+    # Counted first: most streams have no image.
     placeholders = np.count_nonzero(is_image)
     if not t.images and not placeholders:
         return None
@@ -239,6 +206,7 @@ def _broken_images(t: TokenStream, vocabulary: Vocabulary) -> str | None:
     if placeholders != sum(expected):
         return f"{placeholders} image placeholders, {sum(expected)} in the image grids"
     places = np.flatnonzero(is_image)
+    # A run begins where the place before is no placeholder.
     starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)
     runs = np.diff(starts, append=len(places)).tolist()
     for number, (image, run, count) in enumerate(zip(t.images, runs, expected, strict=False), 1):
@@ -261,6 +229,7 @@ def _broken_logprobs(t: TokenStream) -> str | None:
         place = int(np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB)))[0])
         number = _turn_of(t.turns, place)
         return f"turn {number}: log-probs must be finite and at most 0, got {logprobs[place]} at {place}"
+    # A log-prob of a token that nobody sampled would enter the loss.
     outside = logprobs[~t.mask_T]
     if np.count_nonzero(outside):
         place = int(np.flatnonzero(~t.mask_T & (logprobs != 0))[0])
@@ -277,6 +246,7 @@ def _broken_pieces(t: TokenStream, vocabulary: Vocabulary, pieces: Sequence[Rend
         ids += piece.ids
         if isinstance(piece, Completion):
             written.append((piece.prompt_length, start, len(ids)))
+    # A reward function gets the trajectory, and may have written into its arrays.
     if ids != t.ids_T.tolist():
         return _different_piece(t.ids_T.tolist(), vocabulary, pieces)
     turns = [(turn.start, turn.start, turn.end) for turn in t.turns]
@@ -289,27 +259,12 @@ def _broken_pieces(t: TokenStream, vocabulary: Vocabulary, pieces: Sequence[Rend
 
 def _different_piece(ids: Sequence[int], vocabulary: Vocabulary, pieces: Sequence[Rendered | Completion]) -> str:
     """Return a sentence that says where the stream first differs from its pieces."""
-    end = 0
-    number = 0
-    for piece in pieces:
-        start = end
-        end = end + len(piece.ids)
-        is_turn = isinstance(piece, Completion)
-        number += is_turn
-        for place, given in enumerate(piece.ids, start):
-            if place == len(ids) or ids[place] != given:
-                if is_turn:
-                    where = f"turn {number}"
-                elif number:
-                    where = f"after turn {number}"
-                else:
-                    where = "prompt"
-                kept = vocabulary.show(ids[place:end])
-                given = vocabulary.show(piece.ids[place - start :])
-                return f"{where}: the stream has {kept} at {place}, given were {given}"
-    return f"{len(ids)} tokens in the stream, {end} were read and written"
+    given = [each for piece in pieces for each in piece.ids]
+    place = first_difference(ids, given)
+    kept = vocabulary.show(ids[place:])
+    return f"the stream has {kept} at {place}, read and written were {vocabulary.show(given[place:])}"
 
 
-def _turn_of(turns: Sequence[TokenSpan], place: int) -> int:
+def _turn_of(turns: Sequence[Turn | TurnRecord], place: int) -> int:
     """Return the number of the turn that a token is in; 0 where it is in none."""
     return next((number for number, turn in enumerate(turns, 1) if turn.start <= place < turn.end), 0)

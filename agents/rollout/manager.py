@@ -16,8 +16,8 @@ from itertools import takewhile
 from typing import Any
 
 from agents.rollout.episode import ABORT, Episode
-from agents.rollout.groups import GroupProblem, ManagerState, Queue, RolloutOptions, RunningGroup, StepRollout
-from agents.types import Completion, Trajectory, TrajectoryGroup
+from agents.rollout.groups import GroupProblem, ManagerState, RolloutOptions, RunningGroup, StepRollout
+from agents.types import Trajectory, TrajectoryGroup
 from envs.contract import EpisodeEnv
 from envs.types import Sample, private
 
@@ -72,11 +72,11 @@ class RolloutManager:
                 self._queue_missing(group)
         self._running: dict[asyncio.Task[Trajectory], _Begun] = {}
         self._aborted: dict[int, TrajectoryGroup] = {}  # by number; neither `collect` nor `close` has returned them yet
-        self._num_complete = self._num_counting = self._num_to_begin = self._num_tokens = 0
+        self._num_complete = self._num_counting = self._num_to_begin = 0
         self._num_groups = self._num_steps = 0  # groups of a step, and the steps that groups are played for
         self._num_ahead = 0  # of these, the steps that come after the one that is collected or learnt from
         self._changed = asyncio.Event()
-        self._spent_limit = ""
+        self._is_time_up = False
         self._failure: Exception | None = None
 
     async def collect(self, num_groups: int, steps_to_come: float = math.inf) -> StepRollout:
@@ -87,17 +87,19 @@ class RolloutManager:
         Raises what an episode raised, which is a fault of the engine or our own. After that, or after a cancellation,
         `close` ends the other episodes and returns what was played.
         """
+        # First: what is too old for this step can only get older.
         await self._abort(self._too_old())
         self._recount()
+        # Steps that never come need no episodes: a run would end with work thrown away.
         self._num_ahead = int(min(self.options.max_staleness, steps_to_come))
-        queue = Queue(self._num_counting, len(self._groups) - self._num_complete)
         try:
             await self._play(num_groups)
         finally:
             self._num_steps = self._num_to_begin = 0
         if not self.options.max_staleness:
             await self._abort(group for group in self._groups.values() if group.result is None)
-        rollout = self._step_rollout(num_groups, queue)
+        # Before more are begun, since these free their places.
+        rollout = self._step_rollout(num_groups)
         self._go_on()
         return rollout
 
@@ -121,16 +123,15 @@ class RolloutManager:
         options = self.options
         self._num_groups = num_groups
         self._num_steps = self._num_ahead + 1
-        self._num_tokens = 0
-        self._spent_limit = ""
+        self._is_time_up = False
         timer = None
         if options.max_rollout_s:
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(options.max_rollout_s, self._end_step, f"{options.max_rollout_s:g} s")
+            timer = loop.call_later(options.max_rollout_s, self._end_step)
         try:
             while True:
                 self._begin_groups()
-                if self._failure or self._spent_limit or self._is_enough or not self._num_unfinished:
+                if self._failure or self._is_time_up or self._is_enough or not self._num_unfinished:
                     break
                 self._changed.clear()
                 await self._changed.wait()
@@ -154,6 +155,7 @@ class RolloutManager:
             return self._num_counting >= self._num_groups
         if not self.options.max_staleness:
             return False
+        # In order: a quick group must not overtake a slow one.
         complete = takewhile(lambda group: group.result is not None, self._groups.values())
         return sum(map(self._counts, complete)) >= self._num_groups
 
@@ -170,11 +172,13 @@ class RolloutManager:
         if options.stop_early or options.max_staleness:
             unfinished = len(self._groups) - self._num_complete
             wanted = (self._num_steps - 1) * self._num_groups + _times(options.oversample, self._num_groups)
+            # Those that count or may still count are as many as are wanted.
             room = wanted - unfinished - self._num_counting
         elif not self._num_unfinished:
             room = _times(options.oversample, self._num_groups - self._num_counting)
         else:
             room = self._num_to_begin
+        # Rewards may all be equal for ever; a step must end.
         most = _times(options.max_oversample, self._num_steps * self._num_groups)
         self._num_to_begin = max(0, min(room, most - len(self._groups)))
         self._begin_episodes()
@@ -209,6 +213,7 @@ class RolloutManager:
         """Queue every copy of a group that has not ended."""
         for copy in range(self.options.group_size):
             if copy not in group.played:
+                # A heap, so that a group that is played again comes before later ones.
                 heapq.heappush(self._jobs, (group.number, group.attempt, copy))
 
     def _begin_episodes(self) -> None:
@@ -236,7 +241,6 @@ class RolloutManager:
             sample_index=copy,
             group=group.number,
             attempt=group.attempt,
-            on_completion=self._count_tokens,
         )
 
     def _on_end(self, task: asyncio.Task[Trajectory]) -> None:
@@ -249,11 +253,13 @@ class RolloutManager:
                 error = None
             else:
                 error = task.exception()
+            # Also a failed episode is recorded, so that none vanishes.
             has_failed = task.cancelled() or error
             group.played[copy] = group.empty_trajectory(copy, error) if has_failed else task.result()
             self._on_episode(group.played[copy])
             if error:
                 raise error
+            # An aborted group is returned as it is, complete or not.
             if not group.is_aborted and len(group.played) == self.options.group_size:
                 self._complete(group)
             self._begin_groups()
@@ -264,6 +270,7 @@ class RolloutManager:
     def _complete(self, group: RunningGroup) -> None:
         """Accept a group whose copies have all ended, or play it again."""
         result = group.so_far()
+        # Fewer than two valid episodes have no advantage.
         if result.is_dropped and group.attempt < self.options.resample:
             group.discarded += result.trajectories
             group.attempt = group.attempt + 1
@@ -274,13 +281,8 @@ class RolloutManager:
         self._num_complete += 1
         self._num_counting += self._counts(group)
 
-    def _count_tokens(self, completion: Completion) -> None:
-        self._num_tokens += len(completion.ids)
-        if 0 < self.options.max_rollout_tokens <= self._num_tokens:
-            self._end_step(f"{self.options.max_rollout_tokens} tokens")
-
-    def _end_step(self, limit: str) -> None:
-        self._spent_limit = self._spent_limit or limit
+    def _end_step(self) -> None:
+        self._is_time_up = True
         self._changed.set()
 
     async def _abort(self, groups: Iterable[RunningGroup]) -> None:
@@ -293,6 +295,7 @@ class RolloutManager:
         for task in tasks:
             task.cancel(ABORT)
         if tasks:
+            # They close their environments first, however long that takes.
             await asyncio.wait(tasks)
         self._aborted |= self._remove(number for number, group in self._groups.items() if group.is_aborted)
 
@@ -306,7 +309,7 @@ class RolloutManager:
         groups = {number: self._groups.pop(number) for number in tuple(numbers)}
         return {number: group.result or group.so_far() for number, group in groups.items()}
 
-    def _step_rollout(self, num_groups: int, queue: Queue) -> StepRollout:
+    def _step_rollout(self, num_groups: int) -> StepRollout:
         """Remove and return all groups that this step has ended."""
         aborted = self._take_aborted()
         complete = [number for number, group in self._groups.items() if group.result]
@@ -324,16 +327,16 @@ class RolloutManager:
             surplus = self._remove(counting[num_groups:])
         shortfall = ""
         if len(chosen) < num_groups:
-            unfinished = f", {len(aborted) + len(self._groups)} unfinished when {self._spent_limit} were spent"
             shortfall = f"{len(chosen)} of {num_groups} groups count: {len(filtered)} with equal rewards"
-            shortfall += unfinished if self._spent_limit else ""
+            if self._is_time_up:
+                num_left = len(aborted) + len(self._groups)
+                shortfall += f", {num_left} unfinished when {self.options.max_rollout_s:g} s were spent"
         return StepRollout(
             groups=tuple(chosen.values()),
             filtered=tuple(filtered.values()),
             surplus=tuple(surplus.values()),
             aborted=aborted,
             shortfall=shortfall,
-            queue=queue,
         )
 
 

@@ -54,6 +54,7 @@ class Stream:
     def read(self, rendered: Rendered) -> None:
         """Append tokens that the model did not write."""
         self.pieces.append(rendered)
+        # A new tuple: an engine may still hold the one of before.
         self.ids += rendered.ids
         self.images += rendered.images
 
@@ -75,6 +76,7 @@ class Stream:
             end = end + len(piece.ids)
             if isinstance(piece, Completion):
                 mask_T[start:end] = True
+                # Another number breaks a rule, which is told elsewhere; here nothing may fail.
                 if len(piece.logprobs) == end - start:
                     logprobs_T[start:end] = piece.logprobs
         return ids_T, mask_T, logprobs_T

@@ -16,10 +16,10 @@ from torch import Tensor
 from agents.recording import Recording
 from agents.recording.gzip_lines import read_gzip_lines
 from tests.recordings import lines_of
-from trainer.metrics.curves import draw_losses, draw_rewards
+from trainer.metrics.curves import draw_rewards
 
 #: What draws the curve at the end of a run, by where it is looked up.
-CURVES = {"trainer.rollouts.session.draw_rewards": draw_rewards, "trainer.sft.session.draw_losses": draw_losses}
+CURVES = {"trainer.rollouts.session.draw_rewards": draw_rewards}
 #: The `--config` of runs that are compared to the bit.
 PATIENT = str(Path(__file__).with_name("patient.yaml"))
 #: Of an episode, in seconds.
@@ -48,7 +48,7 @@ def num_members(path: Path) -> int:
 def is_same_everywhere(name: str) -> bool:
     """Return whether a metric depends on the run alone: not on the clock, on a process's image store, its start or its
     engine."""
-    return not name.endswith(("_s", "_time_frac")) and not name.startswith(("images/", "probe_", "sync_", "queue/"))
+    return not name.endswith(("_s", "_time_frac")) and not name.startswith(("images/", "probe_", "sync_"))
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

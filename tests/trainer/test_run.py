@@ -68,16 +68,6 @@ def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return folder, json.loads((folder / "summary.json").read_text())
 
 
-def test_fewer_problems_than_a_step_takes_are_said_before_the_first_step(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "row.jsonl").write_text('{"problem": "2+2?", "answer": "4"}\n')
-    train(checkpoint, tmp_path / "run", "--data", str(tmp_path / "row.jsonl"), steps=1)
-    said = "1 training problem for the 2 of a step: each is played 4 times a step"
-    out = capsys.readouterr().out
-    assert said in out
-
-
 def test_a_run_that_skipped_an_update_ends_with_code_1(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,8 +324,7 @@ def test_an_asynchronous_run_trains_on_tokens_of_several_versions_and_on_none_th
     ages = [{e["step"] - 1 - version for turn in e["turns"] for version, _ in turn["versions"]} for e in trained]
     assert set.union(*ages) == {0, 1} and max(row["staleness/max"] for row in rows) == 1
     assert all(0 <= row["idle/learner_time_frac"] <= 1 and -1e-6 <= row["idle/servers_time_frac"] <= 1 for row in rows)
-    assert rows[-1]["queue/waiting"] + rows[-1]["queue/in_progress"] == 2
-    assert all(row["rollout_train_kl"] < 1 for row in rows) and any("rollout_train_kl/staleness_1" in r for r in rows)
+    assert all(row["rollout_train_kl"] < 1 for row in rows)
     assert {e["fate"] for e in episodes} == {"train"}  # nothing is left over after the last step
 
 
@@ -378,7 +367,6 @@ def test_too_many_broken_streams_stop_the_run_with_the_rule_that_broke(
     ("argv", "flag"),
     [
         (["--oversample", "4"], "max_oversample: must be at least --oversample 4"),
-        (["--max-staleness", "1", "--config", "budget.yaml"], "--max-staleness: cannot .* max_rollout_tokens"),
         (["--keep-kv-cache"], "--keep-kv-cache: needs --max-staleness above 0"),
         (["--keep-kv-cache", "--max-staleness", "1", "--placement", "colocate", "--engine", "sglang"], COLOCATE),
         (["--keep-kv-cache", "--max-staleness", "1", "--engine", "mine.py:make"], "--keep-kv-cache: is for .*mine.py"),
@@ -388,7 +376,6 @@ def test_flags_of_the_rollout_that_contradict_each_other_are_refused(
     argv: list[str], flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("budget.yaml").write_text("rollout: {max_rollout_tokens: 9}")
     with pytest.raises(UserError, match=flag):
         run(argv)
 

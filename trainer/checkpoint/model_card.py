@@ -75,13 +75,14 @@ class ModelCard:
         return matter
 
 
-def write_card(card: ModelCard, folder: Path, image: Path) -> None:
+def write_card(card: ModelCard, folder: Path, image: Path | None = None) -> None:
     """Write the card into a model folder, with a copy of the image if there is one."""
-    has_image = image.is_file()
-    if has_image:
+    name = ""
+    if image and image.is_file():
         # A link out of the folder would be broken on the hub.
         shutil.copyfile(image, folder / image.name)
-    write_text(folder / CARD, card.text(image.name if has_image else ""))
+        name = image.name
+    write_text(folder / CARD, card.text(name))
 
 
 def ending_of(num_steps: int, planned: int, stopped_by: str, is_interrupted: bool) -> str:

@@ -204,9 +204,8 @@ class RunSession(ABC, Generic[S]):
     def summary(self) -> Mapping[str, Any]:
         """Return what the summary says besides steps, time and memory."""
 
-    @abstractmethod
     def draw(self) -> None:
-        """Draw the curve of the run into its folder."""
+        """Draw the curve of the run into its folder, if it has one."""
 
     @abstractmethod
     def save_model(self) -> None:

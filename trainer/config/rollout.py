@@ -236,12 +236,6 @@ class RolloutConfig(Section):
         ge=0,
         description="seconds after which a step's rollout ends and its complete groups are trained on; 0: no limit",
     )
-    max_rollout_tokens: int = Field(
-        json_schema_extra=NO_FLAG,
-        default=0,
-        ge=0,
-        description="sampled tokens after which a step's rollout ends; 0: no limit",
-    )
     max_staleness: int = Field(
         default=0,
         ge=0,
@@ -315,11 +309,4 @@ class RolloutConfig(Section):
     def _has_episodes_at_a_push(cls, value: bool, info: ValidationInfo) -> bool:
         if value and not info.data.get("max_staleness"):
             raise ValueError("needs --max-staleness above 0: without it no episode runs when new weights come")
-        return value
-
-    @field_validator("max_staleness")
-    @classmethod
-    def _ends_by_groups(cls, value: int, info: ValidationInfo) -> int:
-        if value and info.data.get("max_rollout_tokens"):
-            raise ValueError("cannot be given with max_rollout_tokens: episodes do not end with a step")
         return value

@@ -18,7 +18,7 @@ from trainer.config.inputs import DataConfig, EnvConfig, ModelConfig, Tools, che
 from trainer.config.learner import ClusterConfig, LearnerConfig, OptimConfig
 from trainer.config.rollout import EngineConfig, RolloutConfig
 
-TrackerName = Literal["tensorboard", "wandb", "trackio"]
+TrackerName = Literal["tensorboard", "wandb"]
 TRACKER = Plugin("a tracker", ("run",))
 CALLBACK = Plugin("a callback", ())
 
@@ -111,7 +111,7 @@ class RunDirConfig(Section):
         json_schema_extra=NO_FLAG,
         default="trueturn",
         min_length=1,
-        description="project of the run at wandb and trackio",
+        description="project of the run at wandb",
     )
 
 

@@ -46,6 +46,7 @@ class BestModel:
             record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
             figure: Figure = "accuracy" if "accuracy" in record else "mean_reward"
             return cls(record["step"], record["way"], figure, record[figure])
+        # Anything may stand in a file that a killed process has left, or that somebody has edited.
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -63,21 +64,11 @@ class BestModel:
         The evaluation at a run's start or end is in no checkpoint, but the weights of `step` are the run's own.
         """
         if self.step not in evaluations:
+            # There is no evaluation to compare with: only the weights of this very step are surely the run's own.
             return self.step == step
+        # Taken again, a step may have other weights, which show in another figure.
         estimate = trained(evaluations[self.step], self.figure)
         return estimate is not None and estimate.value == self.value
-
-    def by(self, figure: Figure, evaluations: Curve) -> BestModel | None:
-        """Return the same model with another figure, where that is known."""
-        if figure == self.figure:
-            return self
-        if self.step in evaluations:
-            estimate = trained(evaluations[self.step], figure)
-        else:
-            estimate = None
-        if estimate:
-            return BestModel(self.step, self.way, figure, estimate.value)
-        return None
 
 
 def resume_best(folder: Path, evaluations: Curve, step: int) -> BestModel | None:
@@ -90,6 +81,7 @@ def resume_best(folder: Path, evaluations: Curve, step: int) -> BestModel | None
             continue
         best = BestModel.found(path)
         if best and best.is_of(evaluations, step):
+            # The process ended between two renames, or `best` was of a step that is taken again.
             if path.name != BEST:
                 path.rename(folder / BEST)
             return best
@@ -99,6 +91,7 @@ def resume_best(folder: Path, evaluations: Curve, step: int) -> BestModel | None
 
 def _abandon(path: Path, best: BestModel | None) -> None:
     step = f"step-{best.step}" if best else "unknown"
+    # A run may be resumed several times from before the same step; nothing is overwritten.
     numbers = (f"{BEST}-{step}{f'-{number}' if number else ''}" for number in itertools.count())
     aside = next(each for name in numbers if not (each := path.parent / ABANDONED / name).exists())
     aside.parent.mkdir(exist_ok=True)

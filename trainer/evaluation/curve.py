@@ -37,14 +37,14 @@ def evaluation_metrics(ways: Ways) -> dict[str, float]:
                 metrics[f"eval/{way}/{name}_low"] = estimate.low
                 metrics[f"eval/{way}/{name}_high"] = estimate.high
         metrics[f"eval/{way}/turns"] = found.mean_turns
-        if found.second_attempts and found.second_attempts.after_wrong:
-            metrics[f"eval/{way}/second_attempt_right_after_wrong"] = found.second_attempts.after_wrong.value
     return metrics
 
 
 def best_step(curve: Curve, figure: Figure = "accuracy") -> int | None:
     """Return the step with the highest figure, the earliest of several; None where no step has it."""
+    # A step whose episodes all broke has no mean reward.
     known = {step: found.value for step, ways in curve.items() if (found := trained(ways, figure))}
+    # The earliest of equals: what came later cost more and brought nothing.
     return max(known, key=lambda step: (known[step], -step), default=None)
 
 
@@ -55,6 +55,7 @@ def why_stop(curve: Curve, config: EvaluationConfig, figure: Figure = "accuracy"
     """
     if not curve or not config.eval_every:
         return ""
+    # The last evaluation alone: an earlier one would have stopped the run.
     accuracy = trained(curve[max(curve)], "accuracy")
     if config.stop_at_accuracy is not None and accuracy and accuracy.value >= config.stop_at_accuracy:
         return f"held-out accuracy {accuracy.value:.3f} has reached --stop-at-accuracy {config.stop_at_accuracy:g}"
@@ -62,6 +63,7 @@ def why_stop(curve: Curve, config: EvaluationConfig, figure: Figure = "accuracy"
     if best is None:
         return ""
     highest = trained(curve[best], figure)
+    # Evaluations, not steps: patience must not depend on how often the run evaluates.
     num_since = sum(step > best for step in curve)
     if highest and 0 < config.patience <= num_since:
         times = f"--patience {config.patience} evaluations"
@@ -71,6 +73,7 @@ def why_stop(curve: Curve, config: EvaluationConfig, figure: Figure = "accuracy"
 
 def figure_of(config: EvaluationConfig, spec: EnvSpec) -> Figure:
     """Return the figure that the best step and patience go by; nothing asked for: success where there is one."""
+    # Where nobody says what a success is, the reward is all there is to go by.
     by = config.best_by or ("success" if spec.success_rule else "reward")
     if by == "success":
         return "accuracy"
@@ -91,15 +94,6 @@ def values(ways: Ways, figure: Figure) -> dict[str, float]:
     return {way: estimate.value for way, found in by_environment(ways).items() if (estimate := found.estimate(figure))}
 
 
-def intervals(ways: Ways) -> dict[str, list[float]]:
-    """Return the interval of the main figure by way of playing, where it is known."""
-    return {
-        way: [estimate.low, estimate.high]
-        for way, found in by_environment(ways).items()
-        if (estimate := found.estimate(found.main))
-    }
-
-
 def curve_summary(curve: Curve) -> list[dict[str, Any]]:
     """Return a curve as a summary holds it: each step with its figures, and the interval of the main one, by way."""
     return [
@@ -107,7 +101,11 @@ def curve_summary(curve: Curve) -> list[dict[str, Any]]:
             "step": step,
             "accuracy": values(ways, "accuracy"),
             "mean_reward": values(ways, "mean_reward"),
-            "interval": intervals(ways),
+            "interval": {
+                way: [estimate.low, estimate.high]
+                for way, found in by_environment(ways).items()
+                if (estimate := found.estimate(found.main))
+            },
         }
         for step, ways in curve.items()
     ]

@@ -61,12 +61,14 @@ def prepare_endpoints(config: EvaluateConfig) -> list[EndpointContext]:
     spec = config.env.resolve()
     build_env = load_env(spec)
     for entry in spec.entries:
+        # Loaded again for each way; here only to fail before a server is asked.
         load_rewards(entry.reward)
     tool_format = spec.args().tool_format
     cache = config.endpoints.endpoint_cache
     endpoints = config.endpoints.endpoints(config.model.model)
     clients = [EndpointClient(endpoint, tool_format, cache) for endpoint in endpoints]
     # The server's tokenizer is not here: a prompt that is too long for it is an episode that it refuses.
+    # Before the folder is made: a wrong flag leaves nothing behind.
     problems = read_problems(config, spec, build_env, tool_format, None)
     own = config.measurement
     folder = make_folder(own.out, own.name, f"{spec.id}-evaluation", can_resume=False)
@@ -74,6 +76,7 @@ def prepare_endpoints(config: EvaluateConfig) -> list[EndpointContext]:
     for number, client in enumerate(clients):
         place = folder
         if len(clients) > 1:
+            # Names of models have slashes, and two endpoints may serve one model.
             place = folder / f"{number}-{re.sub(r'[^A-Za-z0-9.-]', '_', client.endpoint.model)[:80]}"
             place.mkdir()
         name = client.endpoint.model

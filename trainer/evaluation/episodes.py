@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
-from numbers import Real
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from agents.rollout.episode import Episode
 from agents.rollout.groups import GroupProblem, RolloutOptions
 from agents.rollout.manager import RolloutManager
-from agents.types import EndReason, Trajectory, TrajectoryGroup, Turn, is_success
-from envs.contract import EnvFault, EpisodeEnv
+from agents.types import EndReason, Trajectory, TrajectoryGroup, is_success
+from envs.contract import EpisodeEnv
 from envs.env import EnvArgs
 from envs.errors import UserError, did_you_mean
-from envs.execution.runner import EnvRunner
 from envs.spec import EnvSpec
-from envs.types import SampleSource, private
+from envs.types import SampleSource
 from trainer.config.inputs import Tools
 from trainer.evaluation.results import EvaluatedEpisode, Evaluation, ProblemResult, summarise
 from trainer.evaluation.statistics import Intervals
 from trainer.metrics.log import tool_outcomes
 
-#: The key in a step's info for the score, from 0 to 1, of an answer that the model gave in that turn.
-TOOL_SCORE = "tool_score"
 TAGS = ("family", "level")
 WITH_TOOL = "with_tool"
 WITHOUT_TOOL = "without_tool"
@@ -62,11 +55,13 @@ def ways(max_turns: int, has_tools: bool, tools: Tools = "both", required: bool 
         UserError: only the way without tools is wanted, and they are required.
     """
     if not has_tools:
+        # The environment may still answer with text, so all turns are played.
         return (Way(NO_TOOLS, max_turns, True),)
     if required and tools == "off":
         rule = "cannot be off where the environment's entry says tools: required"
         raise UserError("--tools", rule, tools, "leave it out, or change the entry")
     with_tool = Way(WITH_TOOL, max_turns, True)
+    # One turn: without a tool nobody answers, so a second turn would have nothing to go on.
     without_tool = Way(WITHOUT_TOOL, 1, False)
     if required or tools == "on":
         return (with_tool,)
@@ -82,7 +77,6 @@ class EvaluationOptions:
     num_samples: int = 1
     seed: int = 0
     max_concurrent: int = 1024
-    grades_first_turn: bool = False
     tags: tuple[str, ...] = TAGS
 
 
@@ -131,19 +125,15 @@ class ProblemPlayer:
             self.episode, self._build_env, self._args, self._problem, options, on_episode=self._on_episode
         )
         try:
+            # In portions: so the images of a large set are never in memory all at once.
             while (num_left := len(self.samples) - len(self.results)) > 0:
                 first = len(self.results)
                 groups = (await manager.collect(min(num_left, self.options.max_concurrent))).groups
                 self.results += [self._result(number, group) for number, group in enumerate(groups, first)]
-                if self._grades_first_turn:
-                    await self._replay_first_turns(first, groups)
         finally:
+            # Also after an error or Ctrl-C: what was played whole is reported.
             left = enumerate(await manager.close(), len(self.results))
             self.results += [self._result(number, group) for number, group in left if self._is_whole(group)]
-
-    @property
-    def _grades_first_turn(self) -> bool:
-        return self.options.grades_first_turn and self.spec.success_rule is not None
 
     def _problem(self, number: int) -> GroupProblem:
         return GroupProblem(self.samples[number], self.options.seed, number)
@@ -151,10 +141,12 @@ class ProblemPlayer:
     def _is_whole(self, group: TrajectoryGroup) -> bool:
         """Return whether a group that was not collected is complete, with no aborted episode."""
         ends = [t.end_reason for t in group.trajectories]
+        # With fewer samples than the others, a problem would weigh in wrongly.
         return len(ends) == self.options.num_samples and EndReason.ABORTED not in ends
 
     def _result(self, number: int, group: TrajectoryGroup) -> ProblemResult:
         metadata = group.trajectories[0].metadata
+        # Text, since a file and a table have to show it, whatever an author puts there.
         tags = {tag: str(metadata[tag]) for tag in self.options.tags if tag in metadata}
         env = self.spec.part(metadata).id if self.spec.parts else ""
         return ProblemResult(number, group.sample_id, tags, tuple(map(self._episode_result, group.trajectories)), env)
@@ -167,9 +159,11 @@ class ProblemPlayer:
         if rule and rule.key and rule.key not in self._info_keys:
             fix = did_you_mean(rule.key, self._info_keys)
             return f"no episode is a success: the entry names '{rule.key}', a key that no episode's info has; {fix}"
+        # Whoever has written down what a success is, means it.
         if spec.parts or spec.success is not None or spec.reward or not (found.accuracy and reward):
             return ""
         low, high = spec.reward_bounds
+        # Rewards beyond the declared ones, or some reward and never a success: a slip in the entry.
         if reward.value > high or (found.accuracy.value == 0 and reward.value > low):
             return (
                 f"the mean reward is {reward.value:.3g}, and a success is {rule}: if that is not what you mean, write "
@@ -181,84 +175,10 @@ class ProblemPlayer:
         self._info_keys.update(str(key) for turn in t.turns for key in turn.info)
         return EvaluatedEpisode(
             reward=t.reward,
-            is_right=self._is_right(t),
+            is_right=is_success(t, self.spec.success_rule),
             end_reason=t.end_reason,
             num_turns=len(t.turns),
             num_tokens=t.num_model_tokens,
             outcomes=tuple(outcome for turn in t.turns for outcome in tool_outcomes(turn)),
-            is_first_turn_right=self._first_turn(t) if self._grades_first_turn else None,
-            attempts=self._attempts(t),
             verdicts={judge: t.rewards[judge] for judge in t.verdicts},
         )
-
-    def _is_right(self, t: Trajectory) -> bool | None:
-        return is_success(t, self.spec.success_rule)
-
-    def _attempts(self, t: Trajectory) -> tuple[bool, ...]:
-        """Return whether each graded answer was right; none of a broken episode."""
-        if not (t.end_reason.is_graded and t.turns):
-            return ()
-        marks = [self._mark(t, turn) for turn in t.turns]
-        scored = tuple(mark for mark in marks if mark is not None)
-        if marks[-1] is not None:
-            return scored
-        return (*scored, bool(self._is_right(t)))
-
-    def _mark(self, t: Trajectory, turn: Turn) -> bool | None:
-        """Return whether the answer that a turn's step scored was right; None if it scored none."""
-        score: Any = turn.info.get(TOOL_SCORE)
-        if not isinstance(score, Real):
-            return None
-        part = self.spec.part(t.metadata)
-        success = part.success_rule
-        share = float(min(1.0, max(0.0, score)))
-        if success is None or success.key:
-            return share == 1.0
-        return success.holds(part.args().reward(share), [])
-
-    def _first_turn(self, t: Trajectory) -> bool | None:
-        """Return whether the answer after the first turn was right; None if the episode does not show it."""
-        if not (t.end_reason.is_graded and t.turns):
-            return False
-        mark = self._mark(t, t.turns[0])
-        if mark is not None:
-            return mark
-        if len(t.turns) == 1:
-            return self._is_right(t)
-        return None
-
-    async def _replay_first_turns(self, first: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """Complete the results from `first` on: replay the first turns that their episodes did not grade."""
-        limit = asyncio.Semaphore(self.options.max_concurrent)
-
-        async def complete(number: int, t: Trajectory, result: EvaluatedEpisode) -> EvaluatedEpisode:
-            if result.is_first_turn_right is not None:
-                return result
-            async with limit:
-                return replace(result, is_first_turn_right=await self._replay(number, t.turns[0].text))
-
-        async def complete_problem(number: int, group: TrajectoryGroup) -> None:
-            result = self.results[number]
-            both = zip(group.trajectories, result.episodes, strict=True)
-            episodes = await asyncio.gather(*(complete(number, t, episode) for t, episode in both))
-            self.results[number] = replace(result, episodes=tuple(episodes))
-
-        await asyncio.gather(*(complete_problem(number, group) for number, group in enumerate(groups, first)))
-
-    async def _replay(self, number: int, text: str) -> bool:
-        """Return whether a new environment of a problem rewards a first turn as a right answer."""
-        sample = self.samples[number]
-        success = self.spec.part(sample.metadata).success_rule
-        if success is None:
-            return False
-        episode = self.episode.part(sample)
-        make_env = lambda: self._build_env(private(sample), deepcopy(self._args))  # noqa: E731
-        runner = EnvRunner(make_env, episode.limits.env, sample.id, episode.thinking)
-        try:
-            await runner.open()
-            step = await runner.step(text)
-            return success.holds(await runner.reward(text), [step.info])
-        except EnvFault:
-            return False
-        finally:
-            await runner.close()

@@ -39,8 +39,8 @@ from trainer.checkpoint.run_dir import EPISODES, make_folder
 from trainer.config.evaluation import EvaluateConfig, MeasurementConfig
 from trainer.config.inputs import NUM_HELD_OUT, check_device
 from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, ways
-from trainer.evaluation.results import Evaluation, EvaluationDifference, ProblemResult, compare, summarise
-from trainer.evaluation.statistics import Intervals
+from trainer.evaluation.results import Evaluation, ProblemResult, compare, summarise
+from trainer.evaluation.statistics import Estimate, Intervals
 from trainer.metrics.console import Display
 from trainer.setup.components import build_episode
 from trainer.setup.engines import EngineRoom, build_engine, check_engine
@@ -144,7 +144,7 @@ class Report:
     partial: str
     seconds: float
     ways: Mapping[str, Evaluation]
-    difference: EvaluationDifference | None
+    difference: Estimate | None
     usage: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
@@ -177,9 +177,11 @@ def prepare(config: EvaluateConfig) -> ModelContext:
     problems = read_problems(config, spec, build_env, tool_format, renderer)
     samples = problems[0]
     try_functions(spec, build_env, spec.args(tool_format=tool_format), renderer, samples)
+    # Before the folder is made: this host may have too few GPUs.
     first_gpu = place_servers(config.engine)
     own = config.measurement
     folder = make_folder(own.out, own.name, f"{spec.id}-evaluation", can_resume=False)
+    # No more sessions than episodes: a server reserves memory for each.
     room = EngineRoom(first_gpu, own.max_batch, min(own.max_concurrent, own.samples * len(samples)))
     try:
         engine = build_engine(config.engine, config.model, chosen, model, folder, Engine, room)
@@ -207,6 +209,7 @@ def read_problems(
         samples = own_problems(spec, data, data.split or "heldout", data.size or NUM_HELD_OUT, data.problem_seed)
     tools = probe_tools(spec, build_env, tool_format, samples, check_command(config.env, data))
     played = ways(spec.max_turns, any(tools.values()), config.measurement.tools, spec.tools == "required")
+    # The longest prompt counts: schemas of tools are part of it.
     shown = tools if played[0].use_tools else dict.fromkeys(tools, ())
     count = prompt_length(spec, renderer, shown) if renderer else lambda sample: 0
     keys: set[str] = set()
@@ -215,6 +218,7 @@ def read_problems(
         keys.update(sample.metadata)
         return count(sample)
 
+    # Before tags are checked: the loop reads each sample's metadata once.
     kept, num_overlong = filter_overlong(samples, length, data.max_prompt_tokens)
     check_tags(config.measurement, keys)
     return kept, num_overlong, played
@@ -223,6 +227,7 @@ def read_problems(
 def check_tags(config: MeasurementConfig, keys: Collection[str]) -> None:
     """Raise `UserError` if `--tag` names a metadata key that no problem has."""
     unknown = [tag for tag in config.tag if tag not in keys]
+    # The default tags are those of one environment; others need not have them.
     if unknown and "tag" in config.model_fields_set:
         raise UserError("--tag", "must be in a problem's metadata", unknown[0], did_you_mean(unknown[0], keys))
 
@@ -253,6 +258,7 @@ class Evaluator:
         #: How many episodes broke, by the line of the error that says why.
         self.causes = Counter[str]()
         self._started = time.perf_counter()
+        # An error in the first session still leaves a report.
         self.report = self._make_report("nothing was played")
 
     async def run(self) -> None:
@@ -271,12 +277,14 @@ class Evaluator:
             raise
         finally:
             try:
+                # Also after an error: hours of playing must not be lost with it.
                 self.report = self._make_report(partial)
                 self._write()
                 for name, found in self.report.ways.items():
                     if doubt := self._players[name].doubt(found):
                         logger.warning(doubt)
             finally:
+                # Last, even where the disk is full: servers must not outlive the command.
                 await context.engine.close()
 
     def _make_recorder(self) -> Recorder | None:
@@ -289,12 +297,13 @@ class Evaluator:
         own = self.config.measurement
         options = EvaluationOptions(
             num_samples=own.samples,
+            # The same seeds in every way and for every model, so that differences are paired.
             seed=derive_seed(own.seed, "evaluate"),
             max_concurrent=own.max_concurrent,
-            grades_first_turn=way.max_turns > 1,
             tags=own.tag,
         )
         args = context.spec.args(way.max_turns, context.tool_format)
+        # Here before anything is played: an interrupted way has tokens too.
         usage = self._usage[way.name] = Counter[str]()
 
         def on_episode(trajectory: Trajectory) -> None:
@@ -321,6 +330,7 @@ class Evaluator:
         context = self.context
         own = self.config.measurement
         how = Intervals(own.confidence, own.bootstrap, own.seed)
+        # A way in which nothing was played has no statistics.
         results = {name: player.results for name, player in self._players.items() if player.results}
         pair = tuple(results.values())
         return Report(
@@ -336,6 +346,7 @@ class Evaluator:
             ways={
                 name: summarise(found, own.all_ks, how, context.spec.total_bounds) for name, found in results.items()
             },
+            # Paired by problem: two separate intervals would hide what one way gains.
             difference=compare(pair[0], pair[1], how) if len(pair) == 2 else None,
             usage={name: self._with_cost(usage) for name, usage in self._usage.items() if usage},
         )
@@ -353,6 +364,7 @@ class Evaluator:
         folder = self.context.folder
         with (folder / RESULTS).open("w", encoding="utf-8") as file:
             for name, player in self._players.items():
+                # A line for each problem, so that others can compute what is not here.
                 file.writelines(json.dumps(result_line(name, result)) + "\n" for result in player.results)
         written = {
             **asdict(self.report),
@@ -374,8 +386,6 @@ def result_line(way: str, result: ProblemResult) -> dict[str, Any]:
         "tags": dict(result.tags),
         "rewards": [episode.reward for episode in episodes],
         "right": [episode.is_right for episode in episodes],
-        "first_turn_right": [episode.is_first_turn_right for episode in episodes],
-        "attempts": [list(episode.attempts) for episode in episodes],
         "turns": [episode.num_turns for episode in episodes],
         "tokens": [episode.num_tokens for episode in episodes],
         "end_reasons": [episode.end_reason.value for episode in episodes],
@@ -386,6 +396,7 @@ async def run_all(evaluators: Sequence[Evaluator], display: Display) -> None:
     """Run evaluations at the same time; Ctrl-C or SIGTERM ends their playing, and each reports what it has."""
     cancel_on_request()
     display.begin("evaluate", sum(evaluator.context.num_episodes for evaluator in evaluators))
+    # Each evaluator has reported what it has by then.
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(*(evaluator.run() for evaluator in evaluators))
 
@@ -403,7 +414,9 @@ async def start_engine(engine: Engine, model_path: Path | str) -> None:
     folder = Path(model_path)
     if not folder.is_dir():  # a hub id; its configuration is in the cache already
         folder = Path(str(cached_file(str(model_path), "config.json"))).parent
+    # A server that comes back later loads them again.
     servers.current_weights = lambda: folder
     await servers.start()
     if not servers.are_started_here:
+        # Whatever they serve now: the report is about this model.
         await servers.update_from_disk(folder, version=0)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from agents.types import EndReason
 from trainer.evaluation.judges import JudgeAgreement, agreements
-from trainer.evaluation.statistics import Estimate, Intervals, estimate_mean, estimate_pass, estimate_share, mcnemar
+from trainer.evaluation.statistics import Estimate, Intervals, estimate_mean, estimate_pass, estimate_share
 
 #: The figures that policies are compared by, as fields of an `Evaluation`.
 Figure = Literal["accuracy", "mean_reward"]
@@ -27,10 +27,9 @@ UNKNOWN_REACH = 1.0
 class EvaluatedEpisode:
     """The result of one episode.
 
-    `is_right`: it is a success, see `agents.types.is_success`; None where the environment knows none.
-    `is_first_turn_right`: the answer after its first turn was right; None if not graded. `outcomes` lists the outcomes
-    of its tool calls, "none" for a turn without a call. `attempts` says of each graded answer, in order, whether it was
-    right: those that a turn's step scored, then the one at the end. `verdicts` has the value of each judge.
+    `is_right`: it is a success, see `agents.types.is_success`; None where the environment knows none. `outcomes` lists
+    the outcomes of its tool calls, "none" for a turn without a call. `verdicts` has the value of
+    each judge.
     """
 
     reward: float
@@ -39,8 +38,6 @@ class EvaluatedEpisode:
     num_turns: int
     num_tokens: int
     outcomes: tuple[str, ...] = ()
-    is_first_turn_right: bool | None = None
-    attempts: tuple[bool, ...] = ()
     verdicts: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -77,14 +74,6 @@ class ProblemResult:
         """The rewards of the valid episodes."""
         return [episode.reward for episode in self.episodes if episode.end_reason.is_valid]
 
-    @property
-    def num_right_first(self) -> int | None:
-        """How many episodes were right after their first turn; None if that is unknown for any."""
-        known = [e.is_first_turn_right for e in self.episodes]
-        if None in known:
-            return None
-        return sum(map(bool, known))
-
 
 @dataclass(frozen=True)
 class EndReasonStats:
@@ -98,30 +87,14 @@ class EndReasonStats:
 
 
 @dataclass(frozen=True)
-class SecondAttempts:
-    """What became of second attempts, in episodes whose environment scores answers on the way.
-
-    `after_wrong` and `after_right` are the shares of right second attempts after a wrong and after a right first; None
-    if there is none. `confusion["wrong"]["right"]` counts the episodes with a wrong first and a right second attempt,
-    `confusion["wrong"]["none"]` those that end with a wrong first one. Broken episodes are left out.
-    """
-
-    after_wrong: Estimate | None
-    after_right: Estimate | None
-    confusion: Mapping[str, Mapping[str, int]]
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """Statistics of a policy on a set of problems, with `num_samples` episodes of each problem.
 
-    - `accuracy`: pass@1, the mean over problems of the share of right samples. Broken episodes count as wrong. None,
-      like `first_turn` and `second_attempts`, where the environment knows no success; `pass_at` is then empty.
+    - `accuracy`: pass@1, the mean over problems of the share of right samples. Broken episodes count as wrong. None
+      where the environment knows no success; `pass_at` is then empty.
     - `mean_reward`: over valid episodes; None if all broke.
     - `num_broken`, `num_truncated`: episodes that broke, and episodes that a limit cut off.
-    - `first_turn`: the accuracy of the answers after the first turn; None if not graded.
     - `tool_outcomes`: counts over `num_turns` turns; `mean_tool_calls`: calls in an episode.
-    - `second_attempts`: None if no episode has a second graded answer.
     - `judges`: how each judge among the reward functions agrees with the grader.
     - `by_tag["level"]["3"]`: the main figure on problems of level 3.
     - `by_env["geo3k"]`: the same statistics on the problems of one environment of a mixture. Accuracies of a mixture
@@ -134,7 +107,6 @@ class Evaluation:
     num_samples: int
     accuracy: Estimate | None
     pass_at: Mapping[int, Estimate]
-    first_turn: Estimate | None
     mean_reward: Estimate | None
     num_broken: int
     num_truncated: int
@@ -145,7 +117,6 @@ class Evaluation:
     tool_outcomes: Mapping[str, int]
     by_tag: Mapping[str, Mapping[str, Estimate]]
     mean_tool_calls: float = 0.0
-    second_attempts: SecondAttempts | None = None
     judges: Mapping[str, JudgeAgreement] = field(default_factory=dict)
     by_env: Mapping[str, Evaluation] = field(default_factory=dict)
 
@@ -163,22 +134,6 @@ class Evaluation:
         return self.mean_reward
 
 
-@dataclass(frozen=True)
-class EvaluationDifference:
-    """The main figure of one way of playing minus that of another, on the problems that both have played.
-
-    `num_gained` problems are right in the first way alone, `num_lost` in the second alone, and `p_value` is McNemar's.
-    All three are None with several samples per problem, and where there is no success; `accuracy` is None there too,
-    and otherwise `mean_reward`.
-    """
-
-    accuracy: Estimate | None
-    num_gained: int | None
-    num_lost: int | None
-    p_value: float | None
-    mean_reward: Estimate | None = None
-
-
 def summarise(
     results_P: Sequence[ProblemResult],
     ks: Sequence[int],
@@ -192,9 +147,9 @@ def summarise(
     assert results_P, "statistics need at least one problem"
     num_samples = len(results_P[0].episodes)
     episodes = [episode for result in results_P for episode in result.episodes]
+    # In a mixture, accuracies are over the problems that can be right or wrong.
     has_success = knows_success(results_P)
     right_P = [result.num_right for result in results_P if result.knows_success]
-    first_P = [right for result in results_P if (right := result.num_right_first) is not None]
     envs = sorted({result.env for result in results_P})
     num_turns = sum(episode.num_turns for episode in episodes)
     return Evaluation(
@@ -202,7 +157,6 @@ def summarise(
         num_samples=num_samples,
         accuracy=estimate_share(right_P, num_samples, how) if has_success else None,
         pass_at={k: estimate_pass(right_P, num_samples, k, how) for k in ks} if has_success else {},
-        first_turn=estimate_share(first_P, num_samples, how) if first_P else None,
         mean_reward=_mean_reward(results_P, how, reward_bounds),
         num_broken=sum(not episode.end_reason.is_valid for episode in episodes),
         num_truncated=sum(episode.end_reason.is_truncated for episode in episodes),
@@ -213,10 +167,10 @@ def summarise(
         tool_outcomes=dict(Counter(outcome for e in episodes for outcome in e.outcomes).most_common()),
         by_tag=_by_tag(results_P, how, reward_bounds),
         mean_tool_calls=sum(episode.num_calls for episode in episodes) / len(episodes),
-        second_attempts=_second_attempts(results_P, how) if has_success else None,
         judges=agreements(episodes),
         by_env={
             env: summarise([result for result in results_P if result.env == env], ks, how, reward_bounds)
+            # One environment alone would show every row twice.
             for env in envs
             if len(envs) > 1
         },
@@ -237,38 +191,32 @@ def knows_success(results_P: Sequence[ProblemResult]) -> bool:
     return any(result.knows_success for result in results_P)
 
 
-def compare(
-    first_P: Sequence[ProblemResult], second_P: Sequence[ProblemResult], how: Intervals
-) -> EvaluationDifference | None:
-    """Return the first way minus the second, paired by problem; None if they have no problem in common."""
+def compare(first_P: Sequence[ProblemResult], second_P: Sequence[ProblemResult], how: Intervals) -> Estimate | None:
+    """Return the main figure of the first way minus that of the second, paired by problem.
+
+    None if they have no problem in common.
+    """
     others = {result.number: result for result in second_P}
     pairs = [(result, others[result.number]) for result in first_P if result.number in others]
-    if not pairs:
-        return None
     if not knows_success(first_P):
         return _compare_rewards(pairs, how)
-    pairs = [(one, other) for one, other in pairs if one.knows_success]
-    num_samples = len(pairs[0][0].episodes)
-    gains_P = [(one.num_right - other.num_right) / num_samples for one, other in pairs]
-    estimate = estimate_mean(gains_P, how, bounds=(-1.0, 1.0))
-    if num_samples > 1:
-        return EvaluationDifference(estimate, None, None, None)
-    gained = gains_P.count(1.0)
-    lost = gains_P.count(-1.0)
-    return EvaluationDifference(estimate, gained, lost, mcnemar(gained, lost))
+    # A mixture may also have problems whose environments know no success.
+    gains_P = [(one.num_right - other.num_right) / len(one.episodes) for one, other in pairs if one.knows_success]
+    if not gains_P:
+        return None
+    return estimate_mean(gains_P, how, bounds=(-1.0, 1.0))
 
 
-def _compare_rewards(
-    pairs: Sequence[tuple[ProblemResult, ProblemResult]], how: Intervals
-) -> EvaluationDifference | None:
+def _compare_rewards(pairs: Sequence[tuple[ProblemResult, ProblemResult]], how: Intervals) -> Estimate | None:
     rewards = [(one.valid_rewards, other.valid_rewards) for one, other in pairs]
     known = [(one, other) for one, other in rewards if one and other]
     if not known:
         return None
     gains_P = [sum(one) / len(one) - sum(other) / len(other) for one, other in known]
     every = [reward for one, other in known for reward in (*one, *other)]
+    # The bounds of the rewards may be unknown: no gain seen can be larger than their spread.
     reach = max(every) - min(every)
-    return EvaluationDifference(None, None, None, None, estimate_mean(gains_P, how, bounds=(-reach, reach)))
+    return estimate_mean(gains_P, how, bounds=(-reach, reach))
 
 
 def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals, bounds: tuple[float, float]) -> Estimate | None:
@@ -277,39 +225,16 @@ def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals, bounds: tup
     rewards = [reward for valid in rewards_P for reward in valid]
     if not rewards:
         return None
+    # A problem whose episodes all broke has weight 0; its value does not matter.
     means_P = [sum(valid) / len(valid) if valid else 0.0 for valid in rewards_P]
+    # A reward beyond its declared bounds moves them: the interval must hold what was seen.
     low = min(bounds[0], *rewards)
     high = max(bounds[1], *rewards)
+    # Nothing is known of rewards that were not seen.
     if not math.isfinite(high - low):
         low = min(rewards) - UNKNOWN_REACH
         high = max(rewards) + UNKNOWN_REACH
     return estimate_mean(means_P, how, (low, high), weights_P=[len(valid) for valid in rewards_P])
-
-
-def _second_attempts(results_P: Sequence[ProblemResult], how: Intervals) -> SecondAttempts | None:
-    """Return how first and second attempts went together; None if there is no second one."""
-    pairs_P = [[_first_two(e) for e in result.episodes if e.attempts] for result in results_P]
-    counts = Counter(pair for pairs in pairs_P for pair in pairs)
-    if all(second == "none" for _, second in counts):
-        return None
-
-    def share(first: str) -> Estimate | None:
-        right_P = [[second == "right" for f, second in pairs if f == first and second != "none"] for pairs in pairs_P]
-        tried = [right for right in right_P if right]
-        if not tried:
-            return None
-        if all(len(right) == 1 for right in tried):
-            return estimate_share([sum(right) for right in tried], 1, how)
-        return estimate_mean([sum(r) / len(r) for r in tried], how, weights_P=[len(r) for r in tried])
-
-    names = "right", "wrong", "none"
-    confusion = {first: {second: counts[first, second] for second in names} for first in names[:2]}
-    return SecondAttempts(share("wrong"), share("right"), confusion)
-
-
-def _first_two(episode: EvaluatedEpisode) -> tuple[str, str]:
-    first, second = ("right" if right else "wrong" for right in (episode.attempts * 2)[:2])
-    return first, second if len(episode.attempts) > 1 else "none"
 
 
 def _ends(episodes: Sequence[EvaluatedEpisode]) -> dict[str, EndReasonStats]:
@@ -325,11 +250,13 @@ def _ends(episodes: Sequence[EvaluatedEpisode]) -> dict[str, EndReasonStats]:
             mean_turns=sum(e.num_turns for e in ended) / len(ended),
             mean_reward=sum(e.reward for e in ended) / len(ended) if ended[0].end_reason.is_valid else None,
         )
+        # The most frequent first; names decide among equals, so that two runs print alike.
         for reason, ended in sorted(of_reason.items(), key=lambda item: (-len(item[1]), item[0]))
     }
 
 
 def _share_right(episodes: Sequence[EvaluatedEpisode]) -> float | None:
+    # None is not wrong: nobody says what right is.
     known = [e.is_right for e in episodes if e.is_right is not None]
     if not known:
         return None
@@ -348,11 +275,13 @@ def _by_tag(
     def estimate(results: Sequence[ProblemResult]) -> Estimate | None:
         if not knows_success(results):
             return _mean_reward(results, how, reward_bounds)
+        # A tag may be shared by environments with and without a success.
         right_P = [result.num_right for result in results if result.knows_success]
         return estimate_share(right_P, len(results[0].episodes), how)
 
     found: dict[str, dict[str, Estimate]] = {}
     for tag, values in tagged.items():
+        # By size and not by text: level 10 comes after level 9.
         estimates = {value: estimate(values[value]) for value in sorted(values, key=_natural)}
         found[tag] = {value: known for value, known in estimates.items() if known is not None}
     return found

@@ -57,6 +57,7 @@ def wilson(num_right: int, num: int, confidence: float = 0.95) -> tuple[float, f
     >>> [round(bound, 4) for bound in wilson(0, 10)]
     [0.0, 0.2775]
     """
+    # Both tails: the middle share is inside.
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     p = num_right / num
     middle = p + z**2 / (2 * num)
@@ -74,22 +75,9 @@ def pass_at_k(num: int, num_right: int, k: int) -> float:
     >>> pass_at_k(num=4, num_right=1, k=2)
     0.5
     """
+    # Whole numbers until the division, so that large samples lose nothing.
     ways = math.comb(num, k)
     return (ways - math.comb(num - num_right, k)) / ways
-
-
-def mcnemar(num_gained: int, num_lost: int) -> float:
-    """Return the exact two-sided p-value for no difference between two ways of playing the same problems.
-
-    `num_gained` problems are right in the first way alone, `num_lost` in the second alone. If the ways are equally
-    good, `num_gained` is binomial with probability 1/2 (McNemar, Psychometrika 12 (1947), 153-157, exact form).
-
-    >>> mcnemar(5, 1)
-    0.21875
-    """
-    num = num_gained + num_lost
-    tail = sum(math.comb(num, count) for count in range(min(num_gained, num_lost) + 1))
-    return min(1.0, 2 * tail / 2**num)
 
 
 def bootstrap(values_P: ArrayLike, how: Intervals, weights_P: ArrayLike | None = None) -> tuple[float, float]:
@@ -103,14 +91,17 @@ def bootstrap(values_P: ArrayLike, how: Intervals, weights_P: ArrayLike | None =
         weights = np.ones_like(values)
     else:
         weights = np.asarray(weights_P, dtype=np.float64)
+    # Seeded anew for each figure: one figure more must not change the others.
     rng = np.random.default_rng(how.seed)
     num = len(values)
+    # In chunks: all resamples of a large set at once would take gigabytes.
     at_once = max(1, MAX_DRAWS // num)
     means = [
         _means(values * weights, weights, rng.integers(num, size=(min(at_once, how.resamples - start), num)))
         for start in range(0, how.resamples, at_once)
     ]
     tail = (1 - how.confidence) / 2
+    # A resample may miss every problem of weight above 0.
     low, high = np.nanquantile(np.concatenate(means), [tail, 1 - tail])
     return float(low), float(high)
 
@@ -137,10 +128,12 @@ def estimate_mean(
         weights = [1.0] * len(values_P)
     else:
         weights = weights_P
+    # What has weight 0 adds nothing to any mean, whatever its value.
     seen = [value for value, weight in zip(values_P, weights, strict=True) if weight > 0]
     assert seen, f"a mean needs a value, got {len(values_P)} of weight 0"
     if min(seen) == max(seen):
         value = seen[0]
+        # The bound for something that was never seen in so many problems.
         most = wilson(0, len(seen), how.confidence)[1]
         low, high = (value + most * (bound - value) for bound in bounds)
         return Estimate(value, low, high, len(seen), "constant")

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.box import SIMPLE
 from rich.table import Table
 
+from agents.cli.text import counted
 from envs.console import Console
 from envs.success import Success
 from trainer.evaluation.curve import title
 from trainer.evaluation.evaluator import Report
 from trainer.evaluation.judges import THRESHOLD
-from trainer.evaluation.results import Evaluation, EvaluationDifference, Figure, by_environment
+from trainer.evaluation.results import Evaluation, Figure, by_environment
 
 #: The most values of one metadata key that are shown; the file has all.
 MAX_VALUES_SHOWN = 24
@@ -26,12 +27,17 @@ def print_report(console: Console, report: Report) -> None:
         return
     console.print(f"{report.model} on {report.env}, {report.num_problems} problems", soft_wrap=True)
     first = next(iter(report.ways.values()))
+    # Each environment of a mixture first, then the figures of all together.
     for env in first.by_env:
         console.print(_main_table(report, {way: found.by_env[env] for way, found in report.ways.items()}, f"{env}, "))
     console.print(_main_table(report, report.ways, "together, " if first.by_env else ""))
     if report.difference:
-        console.print(_difference_line(report, report.difference), soft_wrap=True)
+        first, second = map(title, report.ways)
+        d = report.difference
+        line = f"{first} less {second}, {d.num_problems} problems: {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
+        console.print(line, soft_wrap=True)
     for table in (_ends(report), _outcomes(report), _judges(report), *_tags(report)):
+        # An environment without tools has no table of calls.
         if table.row_count:
             console.print(table)
 
@@ -52,6 +58,7 @@ def print_endpoints(console: Console, reports: Sequence[Report]) -> None:
         "cost",
     )
     for report, way, found in shown:
+        # Not every server counts tokens, and a cached answer may lack them.
         usage = report.usage.get(way, {})
         table.add_row(
             f"{report.model}, {title(way)}",
@@ -77,16 +84,11 @@ def _table(title: str, *columns: str, num_words: int = 1) -> Table:
 
 def _main_table(report: Report, ways: Mapping[str, Evaluation], name: str) -> Table:
     """Return the main table, with a column for each way; its title begins with a name."""
-    if report.num_samples == 1:
-        samples = "1 sample"
-    else:
-        samples = f"{report.num_samples} samples"
-    if report.temperature == 0:
-        how = "greedy"
-    else:
-        how = f"temperature {report.temperature:g}"
+    how = f"temperature {report.temperature:g}" if report.temperature else "greedy"
+    samples = counted(report.num_samples, "sample")
     table = _table(f"{name}{samples} each, {how} [{report.confidence:.0%} interval]", "", *map(title, ways))
     columns = [_column(evaluation) for evaluation in ways.values()]
+    # A row that only one way has, such as pass@k, shows an empty cell for the other.
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "") for column in columns))
     return table
@@ -99,9 +101,6 @@ def _column(evaluation: Evaluation) -> dict[str, str]:
     cells = {"problems": str(e.num_problems)}
     cells |= {"accuracy (pass@1)": str(e.accuracy)} if e.accuracy else {}
     cells |= {f"pass@{k}": str(estimate) for k, estimate in e.pass_at.items() if k > 1}
-    cells |= {"accuracy after turn 1": str(e.first_turn)} if e.first_turn else {}
-    if e.second_attempts and e.second_attempts.after_wrong:
-        cells["second attempts right after a wrong first"] = str(e.second_attempts.after_wrong)
     cells |= {"mean reward": str(e.mean_reward)} if e.mean_reward else {}
     return cells | {
         "broken episodes": f"{e.num_broken} of {num_episodes}",
@@ -110,19 +109,6 @@ def _column(evaluation: Evaluation) -> dict[str, str]:
         "tool calls": f"{e.mean_tool_calls:.2f}",
         "model tokens": f"{e.mean_tokens:.1f}",
     }
-
-
-def _difference_line(report: Report, difference: EvaluationDifference) -> str:
-    first, second = map(title, report.ways)
-    d = difference.accuracy or difference.mean_reward
-    assert d, "a difference has one of the two"
-    line = f"{first} less {second}, {d.num_problems} problems: {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"
-    if difference.p_value is None:
-        return line
-    return (
-        f"{line}; {difference.num_gained} right only {first}, {difference.num_lost} only {second}, "
-        f"McNemar's exact p {difference.p_value:.2g}"
-    )
 
 
 def _main_figure(ways: Mapping[str, Evaluation]) -> Figure:
@@ -148,6 +134,7 @@ def _outcomes(report: Report) -> Table:
     """Return the outcomes of tool calls, for the ways with any calls."""
     table = _table("Tool calls", "", "outcome", "calls", "per turn", num_words=2)
     for way, evaluation in by_environment(report.ways).items():
+        # A way without tools has turns without calls only.
         if evaluation.tool_outcomes.keys() - {"none"}:
             for outcome, count in evaluation.tool_outcomes.items():
                 if outcome == "none":
@@ -173,11 +160,13 @@ def _tags(report: Report) -> Iterator[Table]:
     """Yield a table for each metadata key, with a row for each of its values and a column for each way."""
     for tag in dict.fromkeys(tag for evaluation in report.ways.values() for tag in evaluation.by_tag):
         columns = [evaluation.by_tag.get(tag, {}) for evaluation in report.ways.values()]
+        # A way that was interrupted may lack some values.
         values = list(dict.fromkeys(value for column in columns for value in column))
         name = title(_main_figure(report.ways)).capitalize()
         table = _table(f"{name} by {tag}", tag, "n", *map(title, report.ways))
         for value in values[:MAX_VALUES_SHOWN]:
             found = [column.get(value) for column in columns]
+            # An interrupted way may have played fewer problems.
             num = max(estimate.num_problems for estimate in found if estimate)
             table.add_row(value, str(num), *("" if estimate is None else str(estimate) for estimate in found))
         if len(values) > MAX_VALUES_SHOWN:
@@ -203,27 +192,21 @@ def print_training_summary(
             title=f"Held-out {title(figure)}, {num_problems} problems [95 % interval]",
             caption=f"right: {success}" if success else None,
         )
-        if figure == "accuracy":
-            others = ("mean reward",)
-        else:
-            others = ()
+        # Without an accuracy the mean reward is the figure itself.
+        others = ("mean reward",) if figure == "accuracy" else ()
         for column in ("", title(figure), "change", *others, "turns"):
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+        # A mixture has rows for each environment, in both phases.
         first = by_environment(before)
         for name, final in by_environment(after).items():
             way, _, env = name.partition("/")
             label = f"  {env}" if env else title(way)  # an environment stands below its way of playing
             for phase, result in (("before", first[name]), ("after", final)):
-                if phase == "after":
-                    change = _change(first[name], final, figure)
-                else:
-                    change = ""
-                if result.mean_reward:
-                    reward = f"{result.mean_reward.value:.3f}"
-                else:
-                    reward = ""
-                cells = [str(result.estimate(figure) or ""), change, *([reward] if others else [])]
-                table.add_row(f"{label}, {phase}", *cells, f"{result.mean_turns:.2f}")
+                cells = [f"{label}, {phase}", str(result.estimate(figure) or "")]
+                cells.append(_change(first[name], final, figure) if phase == "after" else "")
+                if others:
+                    cells.append(f"{result.mean_reward.value:.3f}" if result.mean_reward else "")
+                table.add_row(*cells, f"{result.mean_turns:.2f}")
         console.print(table)
     table = Table(title="How training episodes ended")
     table.add_column("end reason")

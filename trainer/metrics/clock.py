@@ -78,6 +78,7 @@ class StartClock:
 
     def end(self, name: str) -> None:
         """End a stage, unless it has ended."""
+        # A server's stage may be ended by the watching thread and by the run.
         if (start_s := self._running.pop(name, None)) is not None:
             self.stages.append(Stage(name, round(start_s, 2), round(self.now_s(), 2)))
 
@@ -92,12 +93,14 @@ class StartClock:
 
     def line(self) -> str:
         """Return what runs, and for how long: "server 0 (32 s), the learner (12 s)"."""
+        # Copied, since another thread may end a stage meanwhile.
         now_s = self.now_s()
         return ", ".join(f"{name} ({now_s - start_s:.0f} s)" for name, start_s in tuple(self._running.items()))
 
     def summary(self) -> str:
         """Return each finished stage that took time, with begin and end: "imports 0.0-3.1 s, the learner 3.2-7.0 s"."""
         took_time = [stage for stage in self.stages if stage.end_s - stage.start_s >= LEAST_S]
+        # By begin: they are kept in the order in which they end.
         stages = sorted(took_time, key=lambda stage: stage.start_s)
         return ", ".join(f"{stage.name} {stage.start_s:.1f}-{stage.end_s:.1f} s" for stage in stages)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -65,9 +64,11 @@ class Display:
     def fault(self, trajectory: Trajectory, seen: set[str]) -> None:
         """Log what broke an episode or a tool, once for each message; `seen` holds the messages printed so far."""
         is_faultless = trajectory.end_reason.is_valid and trajectory.end_reason is not EndReason.TOOL_FAULT
+        # A valid episode may have an error too: its environment failed to close.
         if is_faultless or trajectory.error is None:
             return
         line = located_line(trajectory.error)
+        # An environment that always fails would fill the screen.
         if line not in seen and len(seen) < MAX_FAULTS_SHOWN:
             seen.add(line)
             logger.warning(f"{trajectory.end_reason.value} in {trajectory.sample_id}: {line:.300}")
@@ -90,6 +91,7 @@ class Display:
     def aside(self, name: str, total: int) -> Iterator[None]:
         """Show another bar of `total` parts until the block ends."""
         task = self._task
+        # Put back afterwards: an evaluation must not count in the time left.
         begun = self._begun
         if task is not None:
             self._progress.update(task, visible=False)
@@ -112,33 +114,24 @@ class Display:
 
     def step(self, row: Mapping[str, float], total: int) -> None:
         """Print the line of a training step, with the time that is left at the mean speed so far."""
-        num_valid = round(row["valid_frac"] * row["episodes"])
+        parts = [f"step {row['step']:>3.0f}/{total}", f"reward {row['reward']:.3f}"]
         if row["valid_frac"] < 1:
-            valid = f"valid {num_valid}/{row['episodes']:.0f}  "
-        else:
-            valid = ""
+            parts.append(f"valid {row['valid_frac'] * row['episodes']:.0f}/{row['episodes']:.0f}")
         if row.get("groups_filtered"):
-            filtered = f"filtered {row['groups_filtered']:.0f}  "
-        else:
-            filtered = ""
+            parts.append(f"filtered {row['groups_filtered']:.0f}")
+        parts.append(f"turns {row['turns']:.2f}")
         if row.get("staleness/max"):
-            stale = f"staleness {row['staleness/mean']:.2f}  "
-        else:
-            stale = ""
-        if stale and "idle/servers_time_frac" in row:
-            stale += f"servers idle {row['idle/servers_time_frac']:.0%}  "
-        training = [f"{label} {row[name]:{form}}  " for label, name, form in _TRAINING_COLUMNS if name in row]
+            parts.append(f"staleness {row['staleness/mean']:.2f}")
+            # Known where the engine has servers; an embedded engine shares the learner's device.
+            if "idle/servers_time_frac" in row:
+                parts.append(f"servers idle {row['idle/servers_time_frac']:.0%}")
+        parts += [f"{label} {row[name]:{form}}" for label, name, form in _TRAINING_COLUMNS if name in row]
+        parts += [f"{row['tokens_per_s']:.0f} tokens/s", f"rollout {row['rollout_s']:.1f}s"]
         if "train_s" in row:
-            train = f" train {row['train_s']:.1f}s"
-        else:
-            train = ""
+            parts[-1] += f" train {row['train_s']:.1f}s"
+        # The mean of all steps so far: a single step may be twice as long as the next.
         left_s = (time.monotonic() - self._begun) / row["step"] * (total - row["step"])
-        self.console.print(
-            f"step {row['step']:>3.0f}/{total}  reward {row['reward']:.3f}  {valid}{filtered}turns {row['turns']:.2f}  "
-            f"{stale}{''.join(training)}{row['tokens_per_s']:.0f} tokens/s  "
-            f"rollout {row['rollout_s']:.1f}s{train}  ETA {left_s:.0f}s",
-            soft_wrap=True,
-        )
+        self.console.print("  ".join([*parts, f"ETA {left_s:.0f}s"]), soft_wrap=True)
 
 
 class ConsoleHandler(logging.Handler):
@@ -156,16 +149,6 @@ class ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
-class TrainerConsole(Console):
-    """The console of a command that takes long."""
-
-    def on_broken_pipe(self) -> None:
-        """End the program, as rich does, but not without a word."""
-        with contextlib.suppress(OSError):
-            print("error: nobody reads what the command prints (broken pipe), so it ends", file=sys.stderr)
-        super().on_broken_pipe()
-
-
 def open_console() -> Console:
     """Return the console of a command: TrueTurn's packages log to it, libraries print neither progress nor warnings."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -176,7 +159,7 @@ def open_console() -> Console:
     transformers_logging.disable_progress_bar()
     # A notebook calls itself a terminal and cannot move a progress bar: it gets the lines of the steps alone.
     is_notebook = "ipykernel" in sys.modules
-    console = TrainerConsole(force_jupyter=False, force_terminal=False if is_notebook else None)
+    console = Console(force_jupyter=False, force_terminal=False if is_notebook else None)
     for package in ("envs", "agents", "trainer"):
         logging.getLogger(package).setLevel(logging.INFO)
         logging.getLogger(package).handlers = [ConsoleHandler(console)]

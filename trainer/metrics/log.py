@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from agents.recording.run_files import METRICS
@@ -24,7 +22,6 @@ from agents.rollout.groups import StepRollout
 from agents.types import Trajectory, Turn
 from envs.contract import TOOL_FAULT
 from envs.errors import UserError, first_line
-from trainer.algorithms.policy_loss import k3_kl
 from trainer.metrics.trackers import TrackedRun, Tracker, open_trackers
 from trainer.types import StepStats
 
@@ -55,16 +52,18 @@ def rollout_metrics(
     - `tool/OUTCOME`: tool calls per turn of complete groups. `tool_fault/TOOL`: those that raised, hung or ended the
       process, tool by tool.
     - `curriculum/POOL`: the training problems that are solved, learnable, unsolved and unseen, with `--curriculum`.
-    - `queue/waiting`, `queue/in_progress`: groups in flight as the step began, complete ones and others.
     """
     groups = (*rollout.groups, *rollout.filtered, *rollout.surplus)
     trajectories = [t for group in groups for t in group.trajectories]
     valid = [t for t in trajectories if t.end_reason.is_valid]
     turns = [turn for t in trajectories for turn in t.turns]
     ends = Counter(t.end_reason.value for t in rollout.played)
+    # Aborted and discarded episodes are in no mean: nobody trains on them.
     outcomes = Counter(outcome for turn in turns for outcome in tool_outcomes(turn))
     faults = Counter(name for turn in turns for name in faulty_tools(turn))
+    # A step whose episodes were all aborted has numbers too.
     count = max(1, len(trajectories))
+    # A broken episode's reward of 0 would pass for a bad answer.
     rewards = [t.reward for t in valid]
     metrics = {
         "reward": sum(rewards) / max(1, len(rewards)),
@@ -77,8 +76,6 @@ def rollout_metrics(
         "groups_trained": len(rollout.groups),
         **{f"groups_{what}": len(unused) for what, unused in rollout.unused.items()},
         "env_s": sum(turn.env_s for turn in turns) / max(1, len(turns)),
-        "queue/waiting": rollout.queue.num_waiting,
-        "queue/in_progress": rollout.queue.num_in_progress,
     }
     for name in dict.fromkeys(name for t in valid for name in t.rewards):
         values = [t.rewards[name] for t in valid if name in t.rewards]
@@ -87,15 +84,13 @@ def rollout_metrics(
     metrics |= {f"end/{reason}": number / max(1, len(rollout.played)) for reason, number in sorted(ends.items())}
     metrics |= {f"tool/{outcome}": number / max(1, len(turns)) for outcome, number in sorted(outcomes.items())}
     metrics |= {f"tool_fault/{name}": number / max(1, len(turns)) for name, number in sorted(faults.items())}
+    # Few environments reward turns; the others would have rows of zeros.
     if any(turn.reward for t in valid for turn in t.turns):
         for n in range(1, max_turns + 1):
             earned = [t.turns[n - 1].reward for t in valid if len(t.turns) >= n]
             metrics[f"turn_reward/{n}"] = sum(earned) / max(1, len(earned))
-    metrics |= {
-        f"reward_after_turn/{n}": sum(t.reward for t in valid if len(t.turns) == n) / max(1, len(valid))
-        for n in range(1, max_turns + 1)
-    }
     for env_id in env_ids:
+        # Without ids, so that it goes no deeper.
         own = rollout_metrics(rollout.of_environment(env_id), max_turns, seconds)
         metrics |= {f"env/{env_id}/{name}": own[name] for name in own if _BY_ENVIRONMENT.fullmatch(name)}
     return (
@@ -135,8 +130,10 @@ def time_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str
         "env": sum(t.timing.env_s for t in trajectories),
         "check": sum(t.timing.check_s for t in trajectories),
     }
+    # Episodes overlap, so this is more than the step took.
     total = sum(t.timing.total_s for t in trajectories)
     shares = {f"{name}_time_frac": part / total if total else 0.0 for name, part in spent.items()}
+    # The engine is given the whole stream again in each turn.
     given = sum(turn.start for turn in turns)
     return shares | {
         "loop_time_frac": max(0.0, 1 - sum(shares.values())) if total else 0.0,
@@ -150,6 +147,7 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[
     """Return the age, in versions, of the weights that generated the tokens: mean, maximum, and each age's share."""
     tokens: Counter[int] = Counter()
     for turn in (turn for t in trajectories for turn in t.turns):
+        # A turn may be written under several versions, where weights arrive meanwhile.
         tokens.update({version - old: count for old, count in turn.versions if count})
     total = max(1, tokens.total())
     return {
@@ -157,25 +155,6 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[
         "staleness/max": max(tokens, default=0),
         **{f"staleness/{age}_frac": count / total for age, count in sorted(tokens.items())},
     }
-
-
-def kl_by_staleness(rollout: StepRollout, stats: StepStats) -> dict[str, float]:
-    """Return `rollout_train_kl` over the tokens of each age alone, where there are tokens of older weights."""
-    trained = [t for group in rollout.groups for t in group.trajectories if t.key in stats.logprobs]
-    ages = [rollout.weight_version - _versions_of(t) for t in trained]
-    if not any(age_N.any() for age_N in ages):
-        return {}
-    age_N = np.concatenate(ages)
-    ours_N = np.concatenate([stats.logprobs[t.key] for t in trained])
-    theirs_N = np.concatenate([t.logprobs_T[t.mask_T.astype(bool)] for t in trained])
-    kl_N = k3_kl(torch.from_numpy(ours_N), torch.from_numpy(theirs_N)).numpy()
-    return {f"rollout_train_kl/staleness_{age}": float(kl_N[age_N == age].mean()) for age in np.unique(age_N)}
-
-
-def _versions_of(trajectory: Trajectory) -> NDArray[np.int64]:
-    """Return the version of each model token (N,)."""
-    runs = [run for turn in trajectory.turns for run in turn.versions]
-    return np.repeat([version for version, _ in runs], [count for _, count in runs])
 
 
 def tool_outcomes(turn: Turn) -> list[str]:
@@ -247,6 +226,7 @@ class MetricsLog:
         """Add metrics to the row of the last step."""
         row = self.rows[-1]
         row |= metrics
+        # The row is written again with what was added: readers see one line for each step.
         self._file.truncate(self._last_start)
         self._write_last()
         self._each(lambda tracker: tracker.write(int(row["step"]), {"step": row["step"], **metrics}))
@@ -259,6 +239,7 @@ class MetricsLog:
     def size(self) -> int:
         """Return the size of `metrics.jsonl` in bytes, after it is safely on disk."""
         self._file.flush()
+        # A checkpoint names this size; after a power cut the file must have it.
         os.fsync(self._file.fileno())
         return self.path.stat().st_size
 
@@ -294,6 +275,7 @@ def read_rows(path: Path) -> list[dict[str, float | None]]:
     rows: list[dict[str, float | None]] = []
     for number, (_, line) in enumerate(read_lines(path), 1):
         try:
+            # A stranger's file: what draws and compares expects numbers.
             rows.append(_ROW.validate_json(line))
         except ValidationError as error:
             fix = "take the file from a copy of the run folder, or repair the line"

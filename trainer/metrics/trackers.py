@@ -1,4 +1,4 @@
-"""Trackers get a run's metrics besides `metrics.jsonl`: TensorBoard, wandb and trackio.
+"""Trackers get a run's metrics besides `metrics.jsonl`: TensorBoard and wandb.
 
 A resumed run continues its curves. No tracker can end a run: `MetricsLog` drops a tracker that fails.
 
@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib.util
 import json
-import netrc
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 from envs.config.plugins import check_not_async
 from envs.errors import UserError
@@ -63,10 +61,8 @@ class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        if run.steps_done:
-            purge = run.steps_done + 1
-        else:
-            purge = None
+        # A new run has nothing to hide.
+        purge = run.steps_done + 1 if run.steps_done else None
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
         text = "\n".join(f"    {line}" for line in json.dumps(run.config, indent=1, default=str).splitlines())
         self._writer.add_text("config", text, run.steps_done)
@@ -90,6 +86,7 @@ class Wandb:
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports] - an extra
 
+        # Kept in the folder, so that a resumed run continues the same curves.
         file = run.folder / "wandb_id.txt"
         if not file.exists():
             file.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
@@ -112,32 +109,6 @@ class Wandb:
     def close(self) -> None:
         """Send what is left."""
         self._run.finish()
-
-
-class Trackio:
-    """Writes rows to a run of trackio: SQLite in `trackio` in the run folder, unless TRACKIO_* variables say else."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))  # trackio reads it when it is imported
-        import trackio  # pyright: ignore[reportMissingImports] - an extra
-
-        with contextlib.redirect_stdout(None):  # trackio prints pages of advice
-            self._run = trackio.init(
-                project=run.project,
-                name=run.folder.name,
-                config=json.loads(json.dumps(run.config, default=str)),
-                resume="allow",
-                embed=False,
-            )
-
-    def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Add the row of a step."""
-        self._run.log({name: value for name, value in row.items() if name != "step"}, step=step)
-
-    def close(self) -> None:
-        """Write what is left."""
-        with contextlib.redirect_stdout(None):
-            self._run.finish()
 
 
 class OwnThread:
@@ -163,6 +134,7 @@ class OwnThread:
 
     def _wait_for(self, work: Callable[[], R]) -> R:
         answer = self._thread.begin(work)
+        # The thread is left behind; it is a daemon and cannot hold up the end.
         if not wait([answer], TRACKER_S).done:
             raise TimeoutError(f"no answer for {TRACKER_S:g} s")
         return answer.result()
@@ -171,7 +143,6 @@ class OwnThread:
 OPENERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
-    "trackio": Trackio,
 }
 
 
@@ -182,6 +153,7 @@ def check_trackers(names: Sequence[str]) -> None:
             tracker = TRACKER.load("--tracker", name)
             for method in ("write", "close"):
                 check_not_async("--tracker", f"{name}.{method}", getattr(tracker, method, None))
+        # Found without importing, which takes seconds.
         elif importlib.util.find_spec(name) is None:
             raise UserError("--tracker", "needs its package", name, f"pip install {name}")
         if name == "wandb":
@@ -205,6 +177,7 @@ def open_trackers(names: Sequence[str], run: TrackedRun) -> dict[str, Tracker]:
             opener = OPENERS.get(name) or TRACKER.load("--tracker", name)
             with _as_user_error(name):
                 trackers[name] = OwnThread(functools.partial(opener, run))
+            # If a later one does not open, this one must not stay open.
             opened.callback(trackers[name].close)
         opened.pop_all()
     return trackers
@@ -222,6 +195,7 @@ def _as_user_error(name: str) -> Iterator[None]:
 
 def _wandb_is_usable() -> bool:
     """Return whether wandb stays offline, or finds a key without asking."""
+    import requests.utils  # wandb needs it
     import wandb  # pyright: ignore[reportMissingImports] - an extra
 
     settings = wandb.setup().settings
@@ -229,9 +203,5 @@ def _wandb_is_usable() -> bool:
         return True
     if settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(settings.base_url).netloc
-    try:
-        logins = netrc.netrc(os.environ.get("NETRC")).hosts
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return bool(logins.keys() & {host, "api.wandb.ai"})
+    # A login may be kept under either name of the service; the file is the one that NETRC names.
+    return any(requests.utils.get_netrc_auth(url) for url in (settings.base_url, "https://api.wandb.ai"))

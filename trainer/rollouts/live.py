@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from agents.cli.text import counted, path_text
+from agents.cli.text import counted
 from agents.engines.base import Engine
 from agents.engines.weight_servers import servers_of
 from agents.recording import Recorder
@@ -22,7 +22,6 @@ from agents.rollout.episode import Episode
 from agents.rollout.groups import GroupProblem, ManagerState, RolloutOptions, StepRollout, derive_seed
 from agents.rollout.manager import RolloutManager
 from agents.types import TrajectoryGroup
-from envs.config.commands import command_line
 from envs.datasets.samples import filter_overlong
 from envs.env import EnvArgs
 from envs.execution.load import load_env
@@ -108,24 +107,9 @@ class LiveContext(RunContext):
             )
         if self.config.trains and self.eval_samples is None and data.eval_size != 0:
             notes.append("no held-out evaluation: give --eval-data")
-        num_problems = len(self.train_samples)
-        per_step = self.config.rollout.problems_per_step
-        problems = counted(num_problems, "training problem")
-        if num_problems < per_step:
-            plays = per_step * self.config.rollout.group_size / num_problems
-            notes.append(f"{problems} for the {per_step} of a step: each is played {plays:.3g} times a step")
         engine, why = self.config.engine_choice
         notes.append(f"engine: {engine} ({why})")
-        return [*notes, problems]
-
-    def closing_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return the messages to print at the end: how to train on what was only rolled out."""
-        if self.config.trains or not rows or self.config.log.record < 1:
-            return []
-        model = self.config.model.model
-        words = ["--replay-rollouts", path_text(self.folder), "--steps", len(rows)]
-        words += ["--model", model] if model != "starter" else []
-        return [f"train on them: {command_line('trainer.run', words)}"]
+        return [*notes, counted(len(self.train_samples), "training problem")]
 
     def close(self) -> None:
         """Stop the processes of learner and servers, and delete the weights written for servers."""
@@ -162,6 +146,7 @@ class LiveRollouts:
         if config.rollout.curriculum:
             samples = context.train_samples
             self._curriculum = Curriculum(config.rollout, config.seed, len(samples), self._environment, state.problems)
+        # The configuration has the same names; a filter is code and is loaded apart.
         names = {field.name for field in fields(RolloutOptions)} - {"group_filter"}
         self._manager = RolloutManager(
             context.episode(context.spec.max_turns, config.rollout.temperature),
@@ -183,6 +168,7 @@ class LiveRollouts:
     async def collect(self, num_groups: int) -> StepRollout:
         """Play the groups of the next step."""
         self._step_began = time.perf_counter()
+        # Counted since the start of the servers, so a step needs the difference.
         self._busy_before_s = tuple(self.context.weight_sync.transport.busy_s)
         self._step += 1
         rollout = await self._started.collect(num_groups, steps_to_come=self.config.steps - self._step)
@@ -224,9 +210,11 @@ class LiveRollouts:
         Its seed is that of the step that takes it when every step takes `problems_per_step` problems.
         """
         samples = self.context.train_samples
+        # Problems are numbered without end, over epochs and resumed runs.
         epoch, place = divmod(number, len(samples))
         if self._order[0] != epoch:
             self._order = epoch, problem_order(samples, self.config.rollout.sampler, self.config.seed, epoch)
+        # Seeds of the step and the place in it: the same whatever is played again.
         step, index = divmod(number, self.config.rollout.problems_per_step)
         chosen = self._order[1][place]
         if self._curriculum:
@@ -236,6 +224,7 @@ class LiveRollouts:
     async def evaluate(self, name: str, display: Display, on_episode: OnEvaluated) -> dict[str, Evaluation]:
         """Return the evaluations on held-out problems by way: over all turns and, with tools, in one turn without."""
         source = self.context.eval_samples
+        # All held-out prompts may have been too long.
         if source is None or not len(source):
             return {}
         all_ways = self.context.ways
@@ -270,6 +259,7 @@ class LiveRollouts:
         doubt = player.doubt(found)
         if doubt and not self._has_doubted:
             logger.warning(doubt)
+        # Once a run: it is the same entry in every evaluation.
         self._has_doubted = self._has_doubted or bool(doubt)
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -293,6 +283,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
     spec = config.env.resolve()
     check_curriculum(config.rollout, spec)
     with ExitStack() as cleanup:
+        # Before the environment is imported, which may start workers itself.
         connect_workers(config.cluster, spec, cleanup)
         build_env = load_env(spec)
         check_algorithm(config.algorithm)
@@ -303,11 +294,13 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         label = f"{config.env.name}-{'' if config.trains else 'rollouts-'}seed{config.seed}"
         opened = open_run(config, label, cleanup, keeps=lambda: start.failure is not None)
         folder = opened.folder
+        # Before servers and ranks: they must not take each other's GPUs.
         room = reserve_room(config, cleanup)
         engine = None
         if config.starts_servers:
             engine = run_engine(config, model, folder, room, cleanup)
             servers = servers_of(engine)
+            # On GPUs of the learner they start after it.
             if servers and with_engine and (room is None or room.is_split):
                 start.launch(servers)
         with start.clock.stage("the problems"):
@@ -321,6 +314,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
             learner = begin_or_resume(config, plan, opened, model.path, sampling, cleanup, room)
         write_text(folder / ENVIRONMENT, json_text(spec))
         data = {"--data": config.data.data, "--eval-data": config.data.eval_data}
+        # Said, not refused: a repaired row is a good reason to go on.
         changes = changed_data(folder, data)
         if opened.checkpoint:
             changes += changed_environment(folder, spec, model.renderer)
@@ -375,6 +369,7 @@ def _load_problems(config: RunConfig, spec: EnvSpec, build_env: BuildEnv, render
     args = spec.args(tool_format=detect_format(renderer.chat_template))
     rollout = config.rollout
     try_functions(spec, build_env, args, renderer, train, config.algorithm, rollout.group_filter, rollout.group_size)
+    # A sampler is tried once here; a run asks it again for each epoch.
     problem_order(train, config.rollout.sampler, config.seed, 0)
     played = ways(spec.max_turns, any(tools.values()), config.evaluation.tools, spec.tools == "required")
     longest = config.data.max_prompt_tokens

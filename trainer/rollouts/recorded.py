@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from typing import Any
 
 from agents.cli.text import path_text
@@ -24,7 +23,7 @@ from trainer.config.run import RunConfig
 from trainer.config.sources import INHERITED, read_config
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
-from trainer.rollouts.compare_runs import Comparison, compare, other_settings
+from trainer.rollouts.compare_runs import Comparison, compare
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.rollouts.recorded_groups import RecordedSteps
 from trainer.rollouts.recording_check import RecordingCheck
@@ -37,8 +36,6 @@ from trainer.setup.run_context import RunContext, begin_or_resume, open_run
 from trainer.setup.start import Start
 from trainer.weight_sync.sync import NoWeightSync
 
-#: Packages whose versions change what a step computes.
-COMPUTING = ("torch", "transformers")
 #: Sections that only live rollouts read, and the fields of them that training reads too.
 _PLAYED = ("env", "data", "rollout")
 _READ: tuple[FieldPath, ...] = (
@@ -57,24 +54,13 @@ class RecordedContext(RunContext):
 
     def notes(self) -> list[str]:
         """Return the messages to print before the first step."""
-        other = path_text(self.recorded.run)
-        steps = len(self.recorded.steps)
-        settings = other_settings(self.config, self.base)
-        recorded = self.recorded.recording.manifest.versions
-        here = {name: version(name) for name in COMPUTING}
-        differing = [
-            f"{name} {own} (there {recorded.get(name)})" for name, own in here.items() if own != recorded.get(name)
-        ]
-        if settings:
-            notes = [f"settings other than in {other}: {', '.join(settings)}"]
-        else:
-            notes = []
-        notes += [f"versions other than in {other}: {', '.join(differing)}"] if differing else []
-        return [*notes, f"{self.recorded.num_episodes} episodes of {steps} steps recorded in {other}"]
+        recorded = self.recorded
+        steps = f"{recorded.num_episodes} episodes of {len(recorded.steps)} steps"
+        return [f"{steps} recorded in {path_text(recorded.run)}"]
 
     def closing_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return how the steps compare with those of the recorded run."""
-        return self.compared(rows).lines(path_text(self.recorded.run))
+        return [self.compared(rows).line(path_text(self.recorded.run))]
 
     def compared(self, rows: Sequence[Mapping[str, Any]]) -> Comparison:
         """Return how the metrics of this run compare with those of the recorded one."""
@@ -95,13 +81,16 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
     spec = recording.manifest.env
     check_evaluations(config.evaluation, None, spec)
     found_folder(run, "--replay-rollouts")
+    # A stranger's settings may name code and places: here they are compared, and nothing of them is executed.
     base = read_config(run / CONFIG)
+    # All checks come first: a model takes minutes to load.
     check_read(config, base)
     check_algorithm(config.algorithm)
     check_model_given(config, base)
     model = open_model(config.model)
     config.check()
     check_learner(config, model.path)
+    # The network's own size: a tokenizer may know fewer ids.
     vocab_size = int(read_network(model.path).get_text_config().vocab_size)
     check = RecordingCheck(recording, model.renderer, model.facts, vocab_size)
     check.model()
@@ -112,6 +101,7 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
         folder = opened.folder
         with start.clock.stage("the learner"):
             learner = begin_or_resume(config, config, opened, model.path, sampling, cleanup)
+        # So that viewers know the rules of the episodes, as in any run folder.
         write_text(folder / ENVIRONMENT, json_text(spec))
         return RecordedContext(
             config=config,
@@ -137,6 +127,7 @@ def check_read(config: RunConfig, base: RunConfig) -> None:
     """
     by_path = dict(leaves(RunConfig))
     for path, (old, new) in changed(config, base).items():
+        # A default is no wish: it was not given.
         is_given = is_under(path, INHERITED) or new != by_path[path].get_default()
         if path[0] in _PLAYED and path not in _READ and is_given:
             rule = f"must stay as in the recorded run, which has {'nothing' if old in (None, '', ()) else old}"
@@ -169,7 +160,9 @@ class RecordedRollouts:
         version = self._step
         self._step = self._step + 1
         images = self.context.renderer.images
+        # Images are decoded; Ctrl-C must be heard meanwhile.
         rollout = await asyncio.to_thread(self.context.recorded.rollout, self._step, images)
+        # The learner's, not the recorded one: it says how old the tokens are for this run.
         return replace(rollout, weight_version=version)
 
     def idle_fracs(self) -> Mapping[str, float]:

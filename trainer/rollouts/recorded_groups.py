@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from agents.cli.text import counted
 from agents.recording import EpisodeRecord, Recording
 from agents.recording.run_files import METRICS
 from agents.recording.schema import TRAIN
@@ -54,35 +54,28 @@ class RecordedSteps:
         run: Path,
         num_steps: int,
         group_size: int,
-        check: Callable[[EpisodeRecord], Mapping[str, int]] = lambda episode: {},
+        check: Callable[[EpisodeRecord], None] = lambda episode: None,
     ) -> RecordedSteps:
-        """Find the episodes of the first `num_steps` steps; `check` returns the bytes of each one's images, by name.
+        """Find the episodes of the first `num_steps` steps; `check` raises `UserError` for one that cannot be used.
 
         Raises:
-            UserError: there is no recording, it has fewer steps, groups of a step are not in it, or those of one step
-                are too large for this machine's memory.
+            UserError: there is no recording, it has fewer steps, or groups of a step are not in it.
         """
         recording = Recording.open(run)
         rows = read_rows(run / METRICS)
         if num_steps > len(rows):
-            if len(rows) != 1:
-                there = f"the {len(rows)} steps"
-            else:
-                there = "the only step"
-            if rows:
-                fix = f"give --steps {len(rows)}"
-            else:
-                fix = "give a run that has taken a step"
-            raise UserError("--steps", f"must be at most {there} that {run} has recorded", num_steps, fix)
+            # A run that was stopped early may have recorded nothing to train on.
+            fix = f"give --steps {len(rows)}" if rows else "give a run that has taken a step"
+            rule = f"must be at most the {counted(len(rows), 'step')} that {run} has recorded"
+            raise UserError("--steps", rule, num_steps, fix)
         outcomes = {id: outcome for id, outcome in recording.outcomes().items() if 1 <= outcome.step <= num_steps}
         found = dict[str, RecordedEpisode]()
-        memory = dict[int, dict[str, int]]()
         start = 0
+        # One pass: only places are kept, since the episodes may not fit into memory.
         for end, episode in recording.episodes_from(0):
             outcome = outcomes.get(episode.id)
             if outcome:
-                taken = memory.setdefault(outcome.step, {})
-                taken |= {episode.id: episode.memory, **check(episode)}
+                check(episode)
                 # An episode that a resumed run has played again has the outcome of its last line.
                 found[episode.id] = RecordedEpisode(episode.group, outcome.fate, start, end)
             start = end
@@ -91,8 +84,6 @@ class RecordedSteps:
             steps[outcomes[id].step].append(episode)
         recorded = cls(run, recording, rows[:num_steps], steps)
         recorded._check_whole(group_size)
-        for step, sizes in memory.items():
-            check_memory(f"step {step} of {run}", sum(sizes.values()))
         return recorded
 
     def _check_whole(self, group_size: int) -> None:
@@ -101,6 +92,7 @@ class RecordedSteps:
             sizes: dict[int, int] = defaultdict(int)
             for episode in episodes:
                 sizes[episode.group] += episode.fate == TRAIN
+            # A group that lacks an episode would have other advantages.
             num_whole = sum(size == group_size for size in sizes.values())
             wanted = row.get("groups_trained")
             if num_whole != wanted:
@@ -120,6 +112,7 @@ class RecordedSteps:
         """Return the groups of a step, used and unused; only images of used ones are processed."""
         coming = {episode.end: episode for episode in self.steps[step]}
         by_fate: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
+        # The file is compressed in members: what lies before need not be unpacked.
         first = min((episode.start for episode in coming.values()), default=0)
         for end, record in self.recording.episodes_from(first):
             if not coming:
@@ -129,6 +122,7 @@ class RecordedSteps:
                     shown = images
                 else:
                     shown = None
+                # Only trained groups need pixels; cutting images is the slow part.
                 by_fate[episode.fate][episode.group].append(self.recording.trajectory(record, shown))
         discarded = by_fate[DISCARDED]
         return StepRollout(
@@ -149,16 +143,8 @@ def _unused(groups: Mapping[int, Sequence[Trajectory]]) -> tuple[TrajectoryGroup
     """Return the groups that no step trained on, in order of number; the last attempt of each counts."""
     found = []
     for _, played in sorted(groups.items()):
+        # A group that was played again keeps what was discarded beside it.
         last = max(t.attempt for t in played)
         before = [t for t in played if t.attempt < last]
         found.append(_group([t for t in played if t.attempt == last], before))
     return tuple(found)
-
-
-def check_memory(place: str, num_bytes: int) -> None:
-    """Raise `UserError` where the episodes of a step would take more than half of this machine's memory."""
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    if num_bytes > most:
-        rule = f"must take at most half of the memory, {most} bytes"
-        fix = "take a machine with more, or fewer --steps"
-        raise UserError(place, rule, f"up to {num_bytes}", fix)

@@ -7,7 +7,6 @@ from functools import cached_property
 
 from agents.model.architectures import ModelFacts
 from agents.recording import EpisodeRecord, Recording
-from agents.recording.images import image_bytes
 from agents.recording.manifest import template_digest
 from agents.recording.schema import image_names
 from agents.recording.stream_check import broken_record
@@ -35,7 +34,6 @@ class RecordingCheck:
     facts: ModelFacts
     vocabulary_size: int
     _grids: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    _bytes: dict[str, int] = field(default_factory=dict)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -47,6 +45,7 @@ class RecordingCheck:
         recorded = self.recording.manifest.template
         if own != recorded:
             raise UserError("--model", f"must have the recorded chat template ({recorded})", own, _FIX)
+        # The same template with another vocabulary would train on other texts, in silence.
         for token_id, text in self.recording.tokens().items():
             if token_id < self.vocabulary_size:
                 found = self.renderer.encoder.spell(token_id)
@@ -60,25 +59,24 @@ class RecordingCheck:
                     got = _shown(found)
                 raise UserError("--model", rule, got, _FIX)
 
-    def episode(self, episode: EpisodeRecord) -> dict[str, int]:
-        """Return the bytes of an episode's decoded images, by name.
-
-        Raises:
-            UserError: the model cannot have written the episode, or an image is damaged.
-        """
+    def episode(self, episode: EpisodeRecord) -> None:
+        """Raise `UserError` where the model cannot have written the episode, or an image is damaged."""
         place = f"episode {episode.id} of {self.recording.folder}"
         for each in (max(episode.ids, default=0), min(episode.ids, default=0)):
             if not 0 <= each < self.vocabulary_size:
                 raise UserError(place, f"must have ids below the model's {self.vocabulary_size}", each, _FIX)
+        # A stranger's number may be anything, and one is enough to ruin a step.
         if abs(episode.reward) > MAX_REWARD:
             raise UserError(place, f"must have a reward within {MAX_REWARD:g}", episode.reward, "leave the episode out")
         if len(episode.ids) > self.facts.max_positions:
             raise UserError(place, f"must have at most {self.facts.max_positions} tokens", len(episode.ids), _FIX)
+        # Each placeholder takes a row of pixels: one too many would shift all that follow.
         shown = episode.ids.count(self.facts.image_token_id)
         wanted = sum(image.num_tokens for image in episode.images)
         if shown != wanted:
             rule = f"must have {wanted} image tokens, of id {self.facts.image_token_id}, for its images"
             raise UserError(place, rule, shown, _FIX)
+        # The rules of every stream: packing indexes by what the record says.
         if rule := broken_record(episode, self._vocabulary):
             raise UserError(place, "must keep the rules of a token stream", rule, _FIX)
         answers = (message for turn in episode.turns for message in turn.observations)
@@ -91,15 +89,14 @@ class RecordingCheck:
                 rule = f"must cut {name} as recorded, into {'x'.join(map(str, image.grid))} patches"
                 got = "x".join(map(str, self._grids[name]))
                 raise UserError("--model", rule, got, f"{_FIX}, and its preprocessor_config.json")
-        return {name: self._bytes[name] for name in names}
 
     def _check_image(self, name: str) -> None:
         if name in self._grids:
             return
+        # Decoded once, however many episodes show it.
         image = self.recording.image(name)
         store = self.renderer.images
         self._grids[name] = store.grid(image) if store else (0, 0, 0)
-        self._bytes[name] = image_bytes(image)
 
 
 def _shown(text: bytes) -> str:

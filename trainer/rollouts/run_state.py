@@ -65,6 +65,7 @@ class LoopState:
 
     def files(self) -> dict[str, bytes]:
         """Return the files of a checkpoint."""
+        # Groups in flight have a file of their own: their episodes are no JSON.
         rollout = ManagerState(self.rollout.num_begun, problems=self.rollout.problems)
         numbers = asdict(replace(self, rollout=rollout, generators={}))
         del numbers["generators"]
@@ -79,7 +80,9 @@ def read_loop_state(checkpoint: Checkpoint) -> LoopState:
     """Return the state that a checkpoint holds, and restore the random generators."""
     numbers = json.loads(checkpoint.read(PROGRESS))
     groups = [pickle.loads(group) for group in pickle.loads(checkpoint.read(GROUPS))]
+    # An environment of this run may draw from them too.
     _set_random_state(pickle.loads(checkpoint.read(RANDOM)))
+    # Put together again from its two files.
     kept = numbers.pop("rollout")
     rollout = ManagerState(kept["num_begun"], tuple(groups), kept.get("problems", {}))
     evaluations = _EVALUATIONS.validate_python(numbers.pop("evaluations"))
@@ -92,6 +95,7 @@ def seed_random(seed: int) -> None:
     TrueTurn itself does not: problems, samples and orders have generators of their own.
     """
     random.seed(seed)
+    # NumPy takes 32 bits.
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 

@@ -29,7 +29,6 @@ from trainer.evaluation.curve import (
     curve_summary,
     evaluation_metrics,
     figure_of,
-    intervals,
     title,
     trained,
     values,
@@ -39,7 +38,7 @@ from trainer.evaluation.results import Figure
 from trainer.metrics.clock import StepClock
 from trainer.metrics.console import Display
 from trainer.metrics.curves import draw_rewards
-from trainer.metrics.log import kl_by_staleness, rollout_metrics
+from trainer.metrics.log import rollout_metrics
 from trainer.rollouts.protocol import Rollouts
 from trainer.rollouts.run_card import run_card
 from trainer.rollouts.run_state import LoopState, kept_random_state, read_loop_state, seed_random
@@ -71,6 +70,7 @@ class TrainingSession(RunSession[LoopState]):
         self.context, self.rollouts, self.config = context, rollouts, context.config
         config = context.config
         folder = context.folder
+        # Before the state is read, which puts a resumed run's generators back.
         seed_random(derive_seed(config.seed, "generators"))
         if context.checkpoint:
             state = read_loop_state(context.checkpoint)
@@ -80,10 +80,13 @@ class TrainingSession(RunSession[LoopState]):
         if config.trains:
             kept = config.checkpoint
         else:
+            # Nothing is trained, so there is nothing to go on from.
             kept = CheckpointConfig(save_every=0)
         super().__init__(folder, context.learner, state, config.steps, settings, config.log, kept, display)
         if state.unfinished_row:
+            # The checkpoint was written before the evaluation, whose step still lacks its row.
             self.log.write(state.step, state.unfinished_row)
+        # Steps after the checkpoint are taken again: their episodes would stand twice.
         for name in rewind_recording(folder / EPISODES, state.recorded_bytes):
             logger.warning(f"{folder / EPISODES / name} is shorter than it was: episodes of earlier steps are missing")
         self.stage = "train" if config.trains else "play"
@@ -98,10 +101,9 @@ class TrainingSession(RunSession[LoopState]):
         #: What the best step and patience go by.
         self.figure: Figure = figure_of(config.evaluation, context.spec)
         best = resume_best(folder, self.evaluations, state.step)
-        if best and config.evaluation.eval_every:
-            self.best = best.by(self.figure, self.evaluations)
-        else:
-            self.best = None
+        # Another figure decides from now on: the next evaluation begins a new best model.
+        is_kept = best is not None and best.figure == self.figure and config.evaluation.eval_every > 0
+        self.best = best if is_kept else None
         self.ends = Counter(state.ends)
         self._faults = set(state.faults)
         self._group_outcomes = Counter(state.group_outcomes)
@@ -157,6 +159,7 @@ class TrainingSession(RunSession[LoopState]):
             return
         clock = StepClock()
         evaluation = self._evaluate(f"eval-{self.step}", f"evaluate step {self.step}")
+        # Or a run that evaluates more often would train on other problems.
         with kept_random_state():
             self.evaluations |= await clock.time("eval_s", evaluation)
         found = self.evaluations[self.step]
@@ -184,9 +187,8 @@ class TrainingSession(RunSession[LoopState]):
         found = await self.rollouts.evaluate(name, self.display, on_episode)
         if self.recorder:
             self._recorded_s = self.recorder.seconds
-        else:
-            self._recorded_s = 0.0
         if found and self.config.evaluation.eval_every:
+            # In a thread, since gigabytes take long to write; not cut off by an interrupt.
             await self.complete(asyncio.to_thread(self._keep_best, found))
         if found:
             return {self.step: found}
@@ -201,6 +203,7 @@ class TrainingSession(RunSession[LoopState]):
         new = BestModel(self.step, next(iter(found)), self.figure, estimate.value)
         if best and (new == best or (new.step != best.step and new.value <= best.value)):
             return
+        # Until a checkpoint knows the new best, a killed run needs the old one.
         is_known = best is not None and best.step <= (self.checkpoints.newest_step or 0)
         try:
             if is_known:
@@ -231,6 +234,7 @@ class TrainingSession(RunSession[LoopState]):
         """
         self._record_outcomes(rollout, advantages)
         broken = [t for t in rollout.played if t.end_reason is EndReason.INVALID_STREAM]
+        # A few broken streams are lost; many mean that engine or template is wrong.
         most = self.config.rollout.max_invalid_frac
         if len(broken) > most * len(rollout.played):
             first = broken[0]
@@ -294,8 +298,8 @@ class TrainingSession(RunSession[LoopState]):
         metrics |= {"idle/learner_time_frac": clock.seconds["rollout_s"] / clock.total_s, **self.rollouts.idle_fracs()}
         metrics["tokens_per_s"] = sum(t.num_model_tokens for t in rollout.played) / clock.total_s
         metrics |= {"step": float(self.step), **(stats.row() if stats else {})}
-        metrics |= kl_by_staleness(rollout, stats) if stats else {}
         try:
+            # A callback may raise to end the run: the step is logged all the same.
             metrics |= self.callbacks.on_step_end(self.step, metrics)
         finally:
             await self._log_step(metrics)
@@ -311,6 +315,7 @@ class TrainingSession(RunSession[LoopState]):
             num_bytes = 0
         self.display.step(self.log.write(self.step, metrics), self.num_steps)
         if self.is_evaluated:
+            # From here a killed run takes up at the evaluation, not at the step.
             self.state = replace(self.state_now(), metrics_bytes=num_bytes, unfinished_row=metrics)
             self.checkpoints.mark_whole(self.step, self._files)
         else:
@@ -336,9 +341,11 @@ class TrainingSession(RunSession[LoopState]):
 
     def _check_lost(self, rollout: StepRollout) -> None:
         """Raise `LostSteps` if the last steps all were lost, as many as a run may lose or as it has."""
+        # In a row: a lost step now and then costs little.
         lost = list(takewhile(is_lost, reversed(self.log.rows)))
         if len(lost) < min(self.config.rollout.max_lost_steps, self.num_steps):
             return
+        # The most frequent one: each episode may have a text of its own.
         errors = Counter(located_line(t.error) for t in rollout.played if t.error and not t.end_reason.is_valid)
         if errors:
             cause = errors.most_common(1)[0][0]
@@ -375,8 +382,6 @@ class TrainingSession(RunSession[LoopState]):
             "accuracy_after": values(self.after, "accuracy"),
             "mean_reward_before": values(self.before, "mean_reward"),
             "mean_reward_after": values(self.after, "mean_reward"),
-            "interval_before": intervals(self.before),
-            "interval_after": intervals(self.after),
             "evaluation_before": {name: asdict(e) for name, e in self.before.items()},
             "evaluation_after": {name: asdict(e) for name, e in self.after.items()},
             "evaluations": curve_summary(self.curve),
@@ -393,7 +398,7 @@ class TrainingSession(RunSession[LoopState]):
         }
 
     def draw(self) -> None:
-        """Draw reward and KL over the steps."""
+        """Draw the reward over the steps."""
         estimates = {step: trained(ways, self.figure) for step, ways in self.curve.items()}
         points = {step: (found.value, found.low, found.high) for step, found in estimates.items() if found}
         name = f"{self.config.env.name}, seed {self.config.seed}"
@@ -404,15 +409,14 @@ class TrainingSession(RunSession[LoopState]):
         if not self.config.trains:
             return
         self.context.save_model(self.folder / MODEL)
+        # A run that ends well needs no way back any more.
         if self.best and self.best.step <= (self.checkpoints.newest_step or 0):
             shutil.rmtree(self.folder / BEFORE, ignore_errors=True)
         rows = self.log.rows
         sees_images = self.context.renderer.images is not None
         ending = ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted)
         for name, step in {MODEL: len(rows), **({BEST: self.best.step} if self.best else {})}.items():
-            card = run_card(
-                self.folder.name, self.config, self.context.spec, self.curve, rows, step, ending, sees_images
-            )
+            card = run_card(self.folder.name, self.config, self.context.spec, self.curve, step, ending, sees_images)
             write_card(card, self.folder / name, self.folder / REWARD_CURVE)
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
-import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,82 +17,47 @@ from trainer.config.sft import SftConfig
 from trainer.learner.layout import Layout
 from trainer.learner.layout_rules import check_layout
 
-logger = logging.getLogger(__name__)
-
 #: What the backend needs: the import, and the package that brings it.
 PACKAGES = {
     "megatron.core": "megatron-core",
     "megatron.bridge": "megatron-bridge",
     "transformer_engine": "transformer-engine",
 }
-#: Of Megatron-Bridge 0.6.2, which imports a module that Transformers has no longer.
-PYTHON = (3, 12)
-GONE = "transformers.modeling_attn_mask_utils"
-FIRST_WITHOUT = "5.24"
 #: The bridge comes without its requirements, which contradict those of TransformerEngine and of the graders.
 INSTALL = "pip install 'trueturn[megatron]' && pip install --no-deps megatron-bridge==0.6.2 hydra-core==1.3.8"
 
 
 def check_learner(config: RunConfig | SftConfig, path: Path | str) -> None:
-    """Check that a learner can run here and train the checkpoint in `path`; say once what a backend does differently.
+    """Check that a learner can run here and train the checkpoint in `path`.
 
     Raises:
         UserError: no such device, no Ray, few GPUs, or the backend cannot train the checkpoint as configured.
     """
     if config.cluster.backend == "megatron":
         check_backend(config.cluster, config.model, config.learner, read_config(path))
-        for line in fallbacks(config.learner):
-            logger.info(line)
     config.cluster.check(config.model.device)
 
 
 def check_backend(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig, network: Any) -> None:
     """Raise `UserError` if the backend cannot train the network of a Transformers configuration as configured here."""
-    if cluster.backend == "megatron":
-        if cluster.num_learners:
-            flag = "--num-learners"
-        else:
-            flag = "--num-gpus"
-        check_layout(Layout.of(cluster), max(1, cluster.num_ranks), network, flag)
-        _check_settings(cluster, model, learner)
-        _check_host(cluster, model)
-
-
-def fallbacks(learner: LearnerConfig) -> list[str]:
-    """Return a line for each thing that `--backend megatron` does in another way than FSDP2."""
-    lines = ["--backend megatron reads a prompt once for each of its samples: its packed streams cannot share one"]
-    if learner.reshard != "auto":
-        lines.append("--backend megatron does not read --reshard, which is FSDP2's")
-    return lines
-
-
-def _check_settings(cluster: ClusterConfig, model: ModelConfig, learner: LearnerConfig) -> None:
+    if cluster.backend != "megatron":
+        return
+    flag = "--num-learners" if cluster.num_learners else "--num-gpus"
+    check_layout(Layout.of(cluster), max(1, cluster.num_ranks), network, flag)
     # Megatron's distributed optimizer keeps its state where it computes.
     if learner.offload != "none":
         fix = "leave it out: the optimizer's state is spread over all ranks with the same weights"
         raise UserError("--offload", "must be none with --backend megatron", learner.offload, fix)
+    _check_host(cluster, model)
 
 
 def _check_host(cluster: ClusterConfig, model: ModelConfig) -> None:
-    if sys.version_info[:2] != PYTHON:
-        needed = ".".join(map(str, PYTHON))
-        found = ".".join(map(str, sys.version_info[:3]))
-        fix = f"make an environment with Python {needed}, or leave --backend out"
-        raise UserError("--backend megatron", f"needs Python {needed}", found, fix)
     if missing := [package for name, package in PACKAGES.items() if not _is_installed(name)]:
         rule = f"needs the packages {', '.join(PACKAGES.values())}"
         found = f"no {' and no '.join(missing)}"
         raise UserError("--backend megatron", rule, found, INSTALL)
-    # Megatron-Bridge imports it by name, so a newer Transformers fails deep inside.
-    if not _is_installed(GONE):
-        rule = f"needs Transformers before {FIRST_WITHOUT}"
-        fix = f"pip install 'transformers<{FIRST_WITHOUT}'"
-        raise UserError("--backend megatron", rule, importlib.metadata.version("transformers"), fix)
     if cluster.num_learners or not (cluster.num_gpus or model.device.split(":")[0] == "cuda"):
-        if cluster.num_learners:
-            got = f"--num-learners {cluster.num_learners}"
-        else:
-            got = f"--device {model.device}"
+        got = f"--num-learners {cluster.num_learners}" if cluster.num_learners else f"--device {model.device}"
         raise UserError("--backend megatron", "needs GPUs", got, "give --num-gpus, or --device cuda for one GPU")
     if not cluster.num_gpus and not torch.cuda.is_available():
         raise UserError("--backend megatron", "needs a GPU that torch sees", "none", "leave it out: FSDP2 runs on CPUs")

@@ -42,13 +42,8 @@ def export(run_folder: Path, step: int | None, to: Path | None, dtype: torch.dty
     run = _settings(folder / CONFIG)
     path = resolve_model(run.model.model)
     # Only the settings that decide the network's parameters matter; it runs in this process, whatever the run used.
-    learner_config = LearnerConfig(
-        lora_rank=run.learner.lora_rank,
-        lora_alpha=run.learner.lora_alpha,
-        lora_targets=run.learner.lora_targets,
-        freeze_vision=run.learner.freeze_vision,
-        compile="off",
-    )
+    kept = {"lora_rank", "lora_alpha", "lora_targets", "freeze_vision"}
+    learner_config = LearnerConfig(**run.learner.model_dump(include=kept), compile="off")
     learner = FSDPLearner(
         empty_model(path), SamplingParams(), run.steps, config=learner_config, path=path, seed=run.seed
     )

@@ -226,14 +226,13 @@ def begin_or_resume(
         UserError: the processes cannot start, or the checkpoint is of another network.
     """
     learner = start_learner(with_compile_chosen(plan, model_path), model_path, sampling, cleanup, room)
-    folder = opened.folder
     checkpoint = opened.checkpoint
     if checkpoint:
         learner.learner.restore(checkpoint.learner)
         for change in changed_settings(checkpoint, config):
             logger.info(change)
     # Last: the file says that the folder is that of a run which has begun.
-    write_config(config, folder / CONFIG)
+    write_config(config, opened.folder / CONFIG)
     return learner
 
 

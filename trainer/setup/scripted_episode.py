@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 
 from agents.endpoints.judge import load_rewards
 from agents.engines.scripted import ScriptedEngine
@@ -46,38 +45,22 @@ def try_functions(
         return
     for env_id, first in first_samples(spec, samples).items():
         entry = spec.parts.get(env_id, spec)
-        _try_on(first, entry, build_env, args, renderer, algorithm, keeps, group_size)
-
-
-def _try_on(
-    first: Sequence[Sample],
-    spec: EnvSpec,
-    build_env: BuildEnv,
-    args: EnvArgs,
-    renderer: Renderer,
-    algorithm: AlgorithmConfig,
-    keeps: Callable[[TrajectoryGroup], bool] | None,
-    group_size: int,
-) -> None:
-    """As `try_functions`, of one environment."""
-    rewards = load_rewards(spec.reward)
-    for sample in first:
-        played = asyncio.run(_played(spec, build_env, args, renderer, sample))
+        rewards = load_rewards(entry.reward)
+        played = [asyncio.run(_played(entry, build_env, args, renderer, sample)) for sample in first]
         # A broken episode says nothing of the functions that judge it.
-        if not played.end_reason.is_valid:
+        scorable = next((episode for episode in played if episode.end_reason.is_valid), None)
+        if scorable is None:
             continue
-        scored = asyncio.run(rewards.score(played, EnvLimits.of(spec)))
+        scored = asyncio.run(rewards.score(scorable, EnvLimits.of(entry)))
         if scored.end_reason is EndReason.REWARD_ERROR and not (scored.error or "").startswith(NONE_APPLIES):
             rule = "must give a scripted episode its reward"
-            fix = "fix the function"
-            raise UserError("--reward", rule, located_line(scored.error or ""), fix)
+            raise UserError("--reward", rule, located_line(scored.error or ""), "fix the function")
         # The same episode in every place: only whether the calls work is asked.
         group = TrajectoryGroup(scored.sample_id, (scored,) * group_size)
         if keeps:
             keeps(group)
         if is_own(algorithm.advantage):
             own_advantages([group], algorithm)
-        return
 
 
 async def _played(spec: EnvSpec, build_env: BuildEnv, args: EnvArgs, renderer: Renderer, sample: Sample) -> Trajectory:

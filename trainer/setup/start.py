@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -139,10 +138,7 @@ def _main_thread() -> int:
 
 @contextmanager
 def _noting_interrupts(interrupts: list[int], is_main: bool) -> Iterator[None]:
-    """Note each SIGINT besides raising `KeyboardInterrupt`, which is lost in a finalizer (`__del__`) of any library.
-
-    Python would print one that was lost.
-    """
+    """Note each SIGINT besides raising `KeyboardInterrupt`, which is lost in a finalizer (`__del__`) of any library."""
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
@@ -151,15 +147,8 @@ def _noting_interrupts(interrupts: list[int], is_main: bool) -> Iterator[None]:
         interrupts.append(number)
         raise KeyboardInterrupt
 
-    def report(lost: sys.UnraisableHookArgs) -> None:
-        if not isinstance(lost.exc_value, KeyboardInterrupt):
-            report_lost(lost)
-
-    report_lost = sys.unraisablehook
-    sys.unraisablehook = report
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.unraisablehook = report_lost

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -11,11 +10,9 @@ from rich.text import Text
 from agents.cli.text import path_text
 from agents.recording.run_files import CONFIG
 from envs.config.cli import exit_code, parse
-from envs.config.commands import flag_words
 from envs.config.files import read_file
 from envs.config.settings import validate
 from envs.config.sources import Sources
-from envs.errors import UserError
 from envs.registry import get_spec
 from trainer.checkpoint.run_dir import new_folder
 from trainer.config.inputs import check_sources
@@ -43,7 +40,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parse, check, train, report."""
     description = "Fine-tune a model on conversations: it learns what the assistant says in them."
     config = with_whole_paths(parse(SftConfig, argv, "python -m trainer.sft", description, SOURCES))
-    base = config
     if config.checkpoint.resume:
         base = validate(SftConfig, read_file(SftConfig, config.checkpoint.resume / CONFIG))
         check_resumable(config, base, SFT_FIXED)
@@ -67,12 +63,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     data = load_data(config)
     train = data.train
     held_out = data.evaluation
-    goes_further = (config.epochs, config.steps) != (base.epochs, base.steps)
-    if goes_further and not base.steps and base.epochs * len(train) % base.batch_size:
-        rule = "must stay where the run's last step is a short one: the next one would begin too late"
-        model = shlex.join(flag_words("model", config.checkpoint.resume))
-        fix = f"begin a new run from its model: {model}"
-        raise UserError("--epochs", rule, config.epochs, fix)
     for found in (train, held_out):
         if found is not None and found.left_out.count:
             console.print(str(found.left_out), soft_wrap=True)

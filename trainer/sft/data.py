@@ -77,6 +77,7 @@ def check_conversations(
         UserError: more than `max_bad_frac` are bad, or all: the first one's, which names its row, rule and fix.
     """
     good: list[int] = []
+    # By rule: a thousand rows with one fault are one line.
     rules: Counter[str] = Counter()
     first: UserError | None = None
     num_tokens = num_taught = 0
@@ -85,8 +86,10 @@ def check_conversations(
         try:
             return source[index]
         except UserError as error:
+            # An error of a thread must not end the others; it is counted below.
             return error
 
+    # Decoding images leaves Python's lock free, so threads help.
     with ThreadPoolExecutor() as pool:
         for start in range(0, len(source), READ_AT_ONCE):
             indices = range(start, min(start + READ_AT_ONCE, len(source)))
@@ -97,12 +100,14 @@ def check_conversations(
                     stream = renderer.stream(found)
                 except UserError as error:
                     rules[error.rule] += 1
+                    # The first names its row: people mend that and run again.
                     first = first or error
                     continue
                 good.append(index)
                 num_tokens += len(stream.ids_T)
                 num_taught += stream.num_taught
     left_out = LeftOut(len(source), rules, first)
+    # Nothing good left is an error, whatever share may be bad.
     if first is not None and (left_out.count > max_bad_frac * len(source) or not good):
         share = f"{left_out.count} of {len(source)} conversations are bad"
         if good:

@@ -27,6 +27,7 @@ async def run_sft(context: SftContext, display: Display) -> dict[str, Any]:
 
     async def whole_run() -> None:
         await session.evaluate_before()
+        # The next batch is read while this one is learnt.
         for step in session.steps():
             await session.complete(update(context, session, await session.batch(step)))
         await session.evaluate_after()
@@ -37,6 +38,7 @@ async def run_sft(context: SftContext, display: Display) -> dict[str, Any]:
 async def update(context: SftContext, session: SftSession, samples: Sequence[TrainingSample]) -> None:
     """Update the weights from a batch of conversations, evaluate where that is due, and finish the step."""
     clock = StepClock()
+    # From here an interrupt waits: a run stops between two steps.
     await session.begin_update()
     stats = await clock.time("train_s", compute(context.learner.step, [samples]))
     await session.finish_step(samples, stats, await session.evaluate_in_step(), clock)

@@ -21,7 +21,6 @@ from trainer.checkpoint.session import RunSession
 from trainer.config.sft import SftConfig
 from trainer.metrics.clock import StepClock
 from trainer.metrics.console import Display
-from trainer.metrics.curves import draw_losses
 from trainer.setup.run_context import save_model
 from trainer.sft.data import ConversationSet
 from trainer.sft.setup import SftContext
@@ -30,7 +29,6 @@ from trainer.types import StepStats, TrainingSample
 logger = logging.getLogger(__name__)
 
 STATE = "progress.json"
-LOSS_CURVE = "loss_curve.png"
 EVAL_LOSS = "eval_loss"
 #: Why an update is skipped.
 LIKELIHOOD_NOT_FINITE = "loss or gradient was not finite; give a smaller --lr"
@@ -99,6 +97,7 @@ class SftSession(RunSession[SftState]):
 
     async def evaluate_before(self) -> None:
         """Evaluate the model that the run starts from; a resumed run has done so."""
+        # A resumed run knows it from its checkpoint.
         if not self.state.step:
             self.loss_before = await self._evaluate("evaluate before")
             self.state = self.state_now()
@@ -132,13 +131,16 @@ class SftSession(RunSession[SftState]):
         if held_out is None:
             return None
         for start in range(0, len(held_out), self.config.batch_size):
+            # Half an evaluation says nothing; the run ends with what it has.
             if self.is_interrupted:
                 return None
+            # In batches as large as those of training, which fit into memory.
             places = range(start, min(start + self.config.batch_size, len(held_out)))
             samples = await asyncio.wrap_future(self._read(held_out, places))
             found_nats, found_tokens = await self.complete(compute(self.context.learner.sum_logprobs, samples))
             nats = nats + found_nats
             tokens = tokens + found_tokens
+        # Weighted by tokens: batches differ in length.
         loss = -nats / max(1, tokens)
         logger.info(f"{name}: loss {loss:.4f}, perplexity {math.exp(min(loss, 99)):.3f}, {tokens} tokens")
         return loss
@@ -162,6 +164,7 @@ class SftSession(RunSession[SftState]):
         finally:
             row = self.log.write(self.step, metrics)
             await self.end_step()
+        # Of this process alone: another machine may have taken the steps before.
         num_done = self.step - self._resumed_at
         left_s = (time.perf_counter() - self._begun) / num_done * (self.num_steps - self.step)
         logger.info(
@@ -194,20 +197,15 @@ class SftSession(RunSession[SftState]):
             "eval_loss_after": self.loss_after,
         }
 
-    def draw(self) -> None:
-        """Draw the loss over the steps."""
-        draw_losses(self.log.rows, self.loss_before, self.loss_after, self.folder / LOSS_CURVE)
-
     def save_model(self) -> None:
         """Write the weights as a Hugging Face folder, with its card."""
         save_model(self.context.learner, self.context.data.renderer, self.folder / MODEL)
-        write_card(self.card(), self.folder / MODEL, self.folder / LOSS_CURVE)
+        write_card(self.card(), self.folder / MODEL)
 
     def card(self) -> ModelCard:
         """Return what the model card says."""
         config = self.config
         rows = self.log.rows
-        losses = [["", "nats per token"], *([name, f"{loss:.4f}"] for name, loss in self._losses().items())]
         return ModelCard(
             name=self.folder.name,
             task=f"supervised fine-tuning on {len(self.train)} conversations",
@@ -216,20 +214,9 @@ class SftSession(RunSession[SftState]):
             data=tuple(filter(None, (config.data.data or config.env, config.data.eval_data))),
             step=len(rows),
             ending=ending_of(len(rows), self.num_steps, self.stopped_by, self.is_interrupted),
-            tables=(("Losses", losses),) if len(losses) > 1 else (),
+            tables=(),
             sees_images=self.context.data.renderer.images is not None,
         )
-
-    def _losses(self) -> dict[str, float]:
-        """Return the losses that are known, by what they are."""
-        rows = self.log.rows
-        found = {
-            "held out, before": self.loss_before,
-            "training, first step": rows[0]["loss"] if rows else None,
-            "training, last step": rows[-1]["loss"] if rows else None,
-            "held out, after": self.loss_after,
-        }
-        return {name: loss for name, loss in found.items() if loss is not None}
 
     async def close(self) -> None:
         """Stop reading."""
@@ -240,6 +227,7 @@ def num_taken(config: SftConfig, size: int, step: int) -> int:
     """Return how many conversations were taken after a step, of `size` that there are: the last batch may be short."""
     if config.steps:
         return step * config.batch_size
+    # Whole epochs: every conversation is taken equally often.
     return min(step * config.batch_size, config.epochs * size)
 
 
@@ -248,7 +236,9 @@ def step_places(config: SftConfig, size: int, step: int) -> list[int]:
 
     Example: of 10 conversations with a batch of 4, step 3 takes the last two of the first epoch and two of the second.
     """
+    # Numbered without end, so that a step depends on nothing but its number.
     numbers = range((step - 1) * config.batch_size, num_taken(config, size, step))
+    # A batch may begin in one epoch and end in the next.
     orders = {epoch: epoch_order(size, config.seed, epoch) for epoch in {number // size for number in numbers}}
     return [orders[number // size][number % size] for number in numbers]
 

@@ -78,7 +78,9 @@ def load_data(config: SftConfig) -> SftData:
         spec = None
     if spec is not None:
         tool_format = spec.args(tool_format=tool_format).tool_format
+    # Only opened here; `checked` reads them whole.
     train, evaluation = _sources(config, spec, tool_format)
+    # As in an episode: an environment may keep thoughts from being read as calls.
     thinking = spec.thinking if spec else "auto"
     conversations = ConversationRenderer(renderer, config.model.context_length, tool_format, thinking=thinking)
 
@@ -100,6 +102,7 @@ def prepare(config: SftConfig, data: SftData) -> SftContext:
     if config.batch_size > count:
         rule = f"must be at most the {count} conversations that there are"
         raise UserError("--batch-size", rule, config.batch_size, "give less, or more conversations")
+    # Known only now: bad conversations are left out first.
     num_steps = config.num_steps(count)
     check_learner(config, data.model_path)
     # No token is suppressed, as an engine would: the model learns not to write it.
@@ -109,10 +112,9 @@ def prepare(config: SftConfig, data: SftData) -> SftContext:
         plan = config.plan(num_steps)
         learner = begin_or_resume(config, plan, opened, data.model_path, sampling, cleanup)
         folder = opened.folder
-        checkpoint = opened.checkpoint
         for change in changed_data(folder, {"--data": config.data.data, "--eval-data": config.data.eval_data}):
             logger.warning(f"not as when the run began: {change}")
-        return SftContext(config, folder, data, num_steps, learner.learner, checkpoint, cleanup.pop_all())
+        return SftContext(config, folder, data, num_steps, learner.learner, opened.checkpoint, cleanup.pop_all())
 
 
 def _sources(
@@ -144,6 +146,7 @@ def _sources(
     # Seed 0 for every run, so that runs can be compared.
     if not data.data:
         return train, own("heldout", data.eval_size or NUM_HELD_OUT, 0)
+    # A data set of one's own is never split: what is held out must be named.
     check_eval_size(data.eval_size)
     return train, None
 
@@ -157,6 +160,7 @@ def _tools(config: SftConfig, spec: EnvSpec, tool_format: ToolFormat) -> tuple[M
         samples: SampleSource = checked_problems(spec, "train", NUM_PROBED, config.seed)
     else:
         rows = open_rows(config.data.data, "train")
+        # Rows of conversations, from which no environment can be built.
         if config.data.prompt_key not in rows.rows[0]:
             return ()
         access = ImageAccess(rows.root, config.data.allow_outside_images)

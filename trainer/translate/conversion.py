@@ -168,7 +168,7 @@ def trackers(value: Value) -> list[str] | None:
     """Return the trackers, None if one is not here; the console always shows the run."""
     names = value if isinstance(value, list) else [value]
     named = [name for name in names if name not in ("console", "none", "all")]
-    if {*named} <= {"tensorboard", "wandb", "trackio"}:
+    if {*named} <= {"tensorboard", "wandb"}:
         return named
     return None
 

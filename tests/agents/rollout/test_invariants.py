@@ -240,20 +240,23 @@ def test_a_stream_of_its_pieces_breaks_no_rule() -> None:
 OTHER_PIECES: dict[str, tuple[Pieces, str]] = {
     "another prompt": (
         with_piece(0, ids=(1, IMAGE, IMAGE, 7)),
-        "prompt: the stream has [2 'c'] at 3, given were [7 'h']",
+        "the stream has [2 'c', 3 'd', 4 'e', 5 'f'] at 3, read and written were [7 'h', 3 'd', 4 'e', 5 'f']",
     ),
     "a token rewritten": (
         with_piece(1, ids=(7, 4)),
-        "turn 1: the stream has [3 'd', 4 'e'] at 4, given were [7 'h', 4 'e']",
+        "the stream has [3 'd', 4 'e', 5 'f', 6 'g'] at 4, read and written were [7 'h', 4 'e', 5 'f', 6 'g']",
     ),
-    "another observation": (with_piece(2, ids=(7,)), "after turn 1: the stream has [5 'f'] at 6, given were [7 'h']"),
+    "another observation": (
+        with_piece(2, ids=(7,)),
+        "the stream has [5 'f', 6 'g'] at 6, read and written were [7 'h', 6 'g']",
+    ),
     "the second turn rewritten": (
         with_piece(3, ids=(7,)),
-        "turn 2: the stream has [6 'g'] at 7, given were [7 'h']",
+        "the stream has [6 'g'] at 7, read and written were [7 'h']",
     ),
     "an observation after the second turn": (
         [*pieces(), Rendered((1, 2), ())],
-        "after turn 2: the stream has [] at 8, given were [1 'b', 2 'c']",
+        "the stream has [] at 8, read and written were [1 'b', 2 'c']",
     ),
     "the second of two turns read more": (
         [*pieces()[:3], Completion((6,), (-1.0,), "stop", 9, ((0, 1),))],
@@ -261,9 +264,9 @@ OTHER_PIECES: dict[str, tuple[Pieces, str]] = {
     ),
     "a token lost at the end": (
         with_piece(3, ids=(6, 7)),
-        "turn 2: the stream has [] at 8, given were [7 'h']",
+        "the stream has [] at 8, read and written were [7 'h']",
     ),
-    "a token that nobody gave": (pieces()[:-1], "8 tokens in the stream, 7 were read and written"),
+    "a token that nobody gave": (pieces()[:-1], "the stream has [6 'g'] at 7, read and written were []"),
     "a turn given as two": (
         [*pieces()[:1], *(Completion((each,), (-1.0,), "stop", each + 1, ((0, 1),)) for each in (3, 4)), *pieces()[2:]],
         "turn 1: span 4:6, 4:5 was written, the engine read 4 tokens",

@@ -211,7 +211,7 @@ def test_adapter_settings_without_adapters_are_refused_unless_they_are_the_defau
 
 
 def test_an_unknown_tracker_is_refused() -> None:
-    with pytest.raises(UserError, match="--tracker: must be 'tensorboard', 'wandb' or 'trackio', or module:NAME or"):
+    with pytest.raises(UserError, match="--tracker: must be 'tensorboard' or 'wandb', or module:NAME or"):
         parsed("--tracker", "wanb")
     assert parsed("--tracker", "").log == LogConfig(tracker=())
 

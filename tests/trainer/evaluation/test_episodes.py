@@ -1,4 +1,4 @@
-"""Claims about playing a set of problems: what the first turn was worth, what breaks, and what is kept of it."""
+"""Claims about playing a set of problems: what breaks, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from envs.env import Env, EnvArgs
 from envs.errors import UserError
 from envs.geo3k.env import build_env
 from envs.spec import EnvLimits, EnvSpec
-from envs.tool_calls.thinking import Thinking
 from envs.types import Sample
 from tests.builders import sampling
 from tests.prompts import question
 from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, ways
-from trainer.evaluation.results import EvaluatedEpisode, summarise
+from trainer.evaluation.results import summarise
 from trainer.evaluation.statistics import Intervals
 
-CALL = '<tool_call>{"name": "calc_score", "arguments": {"answer": "%s"}}</tool_call>'
-LOOK = EvaluationOptions(grades_first_turn=True)
+ONCE = EvaluationOptions()
 
 
 def problems(count: int, label: str = "5") -> list[Sample]:
@@ -43,7 +41,7 @@ def play_of(
     renderer: Renderer,
     script: Callable[[int, int], str],
     samples: Any,
-    options: EvaluationOptions = LOOK,
+    options: EvaluationOptions = ONCE,
     make: Callable[..., Any] = build_env,
     max_turns: int = 2,
     **entry: Any,
@@ -54,50 +52,6 @@ def play_of(
     episode = Episode(engine, renderer, limits, sampling(renderer))
     spec = EnvSpec(id="x", entry_point="a:b", description="x", max_turns=max_turns, **entry)
     return ProblemPlayer(episode, samples, make, EnvArgs(max_turns, tool_calls="last"), spec, options)
-
-
-def played(*args: Any, **options: Any) -> list[EvaluatedEpisode]:
-    """Play; return the only episode of each problem."""
-    play = play_of(*args, **options)
-    asyncio.run(play.run())
-    assert [result.number for result in play.results] == list(range(len(play.samples)))
-    return [episode for result in play.results for episode in result.episodes]
-
-
-TURNS: Mapping[str, tuple[tuple[str, str], bool, bool]] = {
-    # what the model writes in two turns, right after the first, right in the end
-    "right by the tool": ((CALL % 5, r"\boxed{5}"), True, True),
-    "right by the tool, then talked out of it": ((CALL % 5, r"\boxed{6}"), True, False),
-    "wrong, then right": ((CALL % 6, r"\boxed{5}"), False, True),
-    "a box in turn 1 ends it": ((r"\boxed{5}", "never asked"), True, True),
-    "a wrong box in turn 1 ends it": ((r"\boxed{6}", "never asked"), False, False),
-    "a box beside a call that failed": ((r"\boxed{5} <tool_call>{</tool_call>", r"\boxed{6}"), True, False),
-    "a call that failed": (("<tool_call>{</tool_call>", r"\boxed{5}"), False, True),
-    "a call alone": ((CALL % 5, CALL % 5), True, False),
-}
-
-
-def test_the_first_turn_is_worth_what_the_tool_or_else_the_reward_says(renderer: Renderer) -> None:
-    texts = [turns for turns, _, _ in TURNS.values()]
-    episodes = played(renderer, lambda problem, turn: texts[problem][turn], problems(len(TURNS)))
-    for name, (_, first, final), e in zip(TURNS, (v for v in TURNS.values()), episodes, strict=True):
-        assert (e.is_first_turn_right, e.is_right) == (first, final), name
-
-
-def test_attempts_are_the_answers_that_turns_score_then_the_answer_at_the_end(renderer: Renderer) -> None:
-    texts = [turns for turns, _, _ in TURNS.values()]
-    episodes = played(renderer, lambda problem, turn: texts[problem][turn], problems(len(TURNS)))
-    expected = {
-        "right by the tool": (True, True),
-        "right by the tool, then talked out of it": (True, False),
-        "wrong, then right": (False, True),
-        "a box in turn 1 ends it": (True,),
-        "a wrong box in turn 1 ends it": (False,),
-        "a box beside a call that failed": (False,),
-        "a call that failed": (True,),
-        "a call alone": (True, True),
-    }
-    assert {name: e.attempts for name, e in zip(TURNS, episodes, strict=True)} == expected
 
 
 class Counting(Env):
@@ -131,35 +85,6 @@ def counting(**faults: str) -> type[Counting]:
     return type("Case", (Counting,), {"built": 0, "faults": by_number})
 
 
-def test_a_first_turn_that_only_the_environment_can_judge_is_replayed_in_a_fresh_one(renderer: Renderer) -> None:
-    make = counting()
-    (e,) = played(renderer, lambda *_: "go", problems(1), make=make)
-    assert (e.is_right, e.is_first_turn_right, e.num_turns, make.built) == (False, True, 2, 2)
-
-
-@pytest.mark.parametrize(("thinking", "first"), [(Thinking("<think>", "</think>"), False), (None, True)])
-def test_a_replayed_first_turn_is_worth_what_it_says_outside_of_its_thinking(
-    renderer: Renderer, thinking: Thinking | None, first: bool
-) -> None:
-    thinks = "<think>\\boxed{5}?</think> <tool_call>{</tool_call>"
-    play = play_of(renderer, lambda _, turn: (thinks, "\\boxed{6}")[turn], problems(1))
-    play.episode.thinking = thinking
-    asyncio.run(play.run())
-    assert play.results[0].episodes[0].is_first_turn_right is first
-
-
-def test_nothing_is_replayed_unless_asked(renderer: Renderer) -> None:
-    make = counting()
-    (e,) = played(renderer, lambda *_: "go", problems(1), make=make, options=EvaluationOptions())
-    assert (e.is_first_turn_right, make.built) == (None, 1)
-
-
-def test_a_fault_of_the_replay_makes_the_first_turn_wrong(renderer: Renderer) -> None:
-    for fault in ("build", "step"):
-        (e,) = played(renderer, lambda *_: "go", problems(1), make=counting(n2=fault))
-        assert (e.end_reason.value, e.is_first_turn_right) == ("completed", False)
-
-
 def test_broken_environments_are_counted_as_wrong_and_stop_nothing(renderer: Renderer) -> None:
     make = counting(n1="step", n3="build")
     play = play_of(renderer, lambda *_: "go", problems(4), make=make, options=EvaluationOptions(), max_turns=1)
@@ -168,7 +93,7 @@ def test_broken_environments_are_counted_as_wrong_and_stop_nothing(renderer: Ren
     assert (e.accuracy.value, e.num_broken, e.ends["env_error"].num_episodes) == (0.5, 2, 2)
     assert e.mean_reward is not None and (e.mean_reward.value, e.mean_reward.num_problems) == (1.0, 2)
     broken = [r.episodes[0] for r in play.results if not r.episodes[0].end_reason.is_valid]
-    assert [(b.is_right, b.is_first_turn_right) for b in broken] == [(False, None)] * 2
+    assert [b.is_right for b in broken] == [False, False]
 
 
 def test_samples_of_a_problem_stay_together_and_metadata_is_kept(renderer: Renderer) -> None:
@@ -258,25 +183,22 @@ def test_what_is_done_is_kept_when_the_engine_fails(renderer: Renderer) -> None:
 
 
 def test_a_turn_that_the_engine_gave_up_is_a_wrong_episode_of_a_whole_problem(renderer: Renderer) -> None:
-    play = play_of(renderer, lambda *_: "", problems(2), EvaluationOptions(num_samples=2, grades_first_turn=True))
+    play = play_of(renderer, lambda *_: "", problems(2), EvaluationOptions(num_samples=2))
     stop = renderer.stop_ids[-1]
 
     class GivesUp(ScriptedEngine):
         @asynccontextmanager
         async def session(self) -> AsyncIterator[Any]:
+            async def generate(request: GenerateRequest) -> Completion:
+                return Completion((stop,), (0.0,), "abort", len(request.ids), ((0, 1),))
+
             async with super().session() as session:
-
-                async def generate(request: GenerateRequest) -> Completion:
-                    return Completion((stop,), (0.0,), "abort", len(request.ids), ((0, 1),))
-
                 session.generate = generate
                 yield session
 
     play.episode.engine = GivesUp(renderer.tokenizer, lambda *_: "")
     asyncio.run(play.run())
-    assert [(e.end_reason.value, e.is_first_turn_right) for r in play.results for e in r.episodes] == [
-        ("aborted", False)
-    ] * 4
+    assert [e.end_reason.value for r in play.results for e in r.episodes] == ["aborted"] * 4
 
 
 def test_an_environment_without_tools_is_evaluated_in_one_way() -> None:
@@ -329,7 +251,7 @@ def test_the_environments_success_decides_what_is_right(
     renderer: Renderer, success: Any, right: list[bool | None]
 ) -> None:
     write = lambda number, turn: "good" if number == 0 else "bad"  # noqa: E731
-    play = play_of(renderer, write, problems(2), LOOK, lambda sample, args: Shaped(), max_turns=1, success=success)
+    play = play_of(renderer, write, problems(2), make=lambda sample, args: Shaped(), max_turns=1, success=success)
     asyncio.run(play.run())
     episodes = [episode for result in play.results for episode in result.episodes]
     assert [e.is_right for e in episodes] == right
@@ -337,7 +259,7 @@ def test_the_environments_success_decides_what_is_right(
     assert found.mean_reward is not None and found.mean_reward.value == pytest.approx(0.5275)
     assert found.main == ("mean_reward" if success == "none" else "accuracy")
     if success == "none":
-        assert (found.accuracy, found.first_turn, found.second_attempts, found.pass_at) == (None, None, None, {})
+        assert (found.accuracy, found.pass_at) == (None, {})
         assert found.by_tag["level"]["1"].value == 0.1 and found.ends["completed"].accuracy is None
 
 
@@ -359,18 +281,3 @@ def test_a_success_that_the_rewards_do_not_fit_is_doubted(renderer: Renderer, ke
     asyncio.run(play.run())
     said = play.doubt(summarise(play.results, (1,), Intervals()))
     assert doubt in said and bool(doubt) is bool(said)
-
-
-@pytest.mark.parametrize(("score", "first"), [(0.95, True), (0.5, False), (10**400, True), (float("nan"), False)])
-def test_an_answer_that_a_step_scored_is_right_by_the_same_rule(renderer: Renderer, score: Any, first: bool) -> None:
-    class Scored(Shaped):
-        def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-            return {}, self.is_done(response_text), {"tool_score": score}
-
-        def is_done(self, text: str) -> bool:
-            self.is_good = text == "good"
-            return self.is_good
-
-    write = lambda number, turn: "bad" if turn == 0 else "good"  # noqa: E731
-    (e,) = played(renderer, write, problems(1), make=lambda sample, args: Scored(), success=0.9)
-    assert (e.is_right, e.is_first_turn_right, e.attempts[0]) == (True, first, first)

@@ -16,7 +16,6 @@ from trainer.evaluation.statistics import (
     estimate_mean,
     estimate_pass,
     estimate_share,
-    mcnemar,
     pass_at_k,
     wilson,
 )
@@ -60,14 +59,6 @@ def test_pass_at_k_is_unbiased() -> None:
     for k in (1, 2, 3, 5):
         assert sum(p * pass_at_k(5, c, k) for c, p in enumerate(chances)) == pytest.approx(1 - 0.7**k)
     assert sum(p * (1 - (1 - c / 5) ** 2) for c, p in enumerate(chances)) != pytest.approx(1 - 0.7**2, abs=0.01)
-
-
-def test_mcnemar_by_hand() -> None:
-    assert mcnemar(0, 0) == 1.0
-    assert mcnemar(5, 0) == 2 / 32
-    assert mcnemar(1, 5) == mcnemar(5, 1) == 2 * (1 + 6) / 64
-    assert mcnemar(3, 3) == 1.0  # twice the tail is over 1
-    assert mcnemar(900, 1100) == pytest.approx(8.6e-6, rel=0.02)  # large counts neither overflow nor vanish
 
 
 def test_the_bootstrap_draws_whole_problems() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from agents.rollout.groups import StepRollout
@@ -17,7 +15,7 @@ from agents.types import EndReason, Timing, Trajectory, TrajectoryGroup
 from envs.config.plugins import give
 from tests.builders import group, trajectory, turn
 from tests.recordings import lines_of
-from trainer.metrics.log import MetricsLog, kl_by_staleness, rollout_metrics
+from trainer.metrics.log import MetricsLog, rollout_metrics
 from trainer.metrics.trackers import TrackedRun
 from trainer.types import StepStats
 
@@ -54,7 +52,6 @@ def test_tool_outcomes_are_shares_of_all_turns() -> None:
     metrics = metrics_of(group(called("ok"), called("malformed")), max_turns=2)
     assert (metrics["tool/ok"], metrics["tool/malformed"], metrics["tool/none"]) == (0.25, 0.25, 0.5)
     assert metrics["turns"] == 2
-    assert (metrics["reward_after_turn/1"], metrics["reward_after_turn/2"]) == (0.0, 1.0)
 
 
 def test_several_calls_of_a_turn_are_counted_each_and_other_environments_not_at_all() -> None:
@@ -141,28 +138,6 @@ def test_staleness_is_counted_in_versions_over_the_tokens_trained_on() -> None:
     metrics = metrics_of(group(carried, fresh, old), dropped, version=5)
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (8 / 8, 2)
     assert (metrics["staleness/0_frac"], metrics["staleness/2_frac"]) == (0.5, 0.5)
-
-
-def test_the_kl_of_each_age_is_over_the_tokens_of_that_age_alone() -> None:
-    two = turn(2, 8)
-    mixed = replace(
-        trajectory([1, 2, 3, 4, 5], [0, 0, 1, 1, 1]),
-        turns=(replace(two, versions=((4, 1), (5, 2))),),
-        logprobs_T=np.array([0, 0, -1.0, -2.0, -3.0], np.float32),
-    )
-    now_N = np.array([-1.5, -2.0, -2.5], np.float32)
-    stats = StepStats(0.1, 0.2, 0.3, 4, 2, 0, 0.5, (), 0.8, 0.9, 1.0, 1.1, {}, logprobs={mixed.key: now_N})
-    found = kl_by_staleness(StepRollout((group(mixed),), weight_version=5), stats)
-    assert found == {
-        "rollout_train_kl/staleness_0": pytest.approx((0 + math.exp(0.5) - 1 - 0.5) / 2),
-        "rollout_train_kl/staleness_1": pytest.approx(math.exp(-0.5) - 1 + 0.5),
-    }
-    assert (
-        kl_by_staleness(
-            StepRollout((group(replace(mixed, turns=(replace(two, versions=((5, 3),)),))),), weight_version=5), stats
-        )
-        == {}
-    )
 
 
 def test_statistics_of_the_step_are_in_the_row_turn_by_turn(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -162,17 +161,18 @@ def test_a_tracker_that_does_not_open_is_an_error_of_the_user_and_closes_the_oth
         raise PermissionError(f"{run.project} is not yours")
 
     monkeypatch.setitem(trackers.OPENERS, "tensorboard", Good)
-    monkeypatch.setitem(trackers.OPENERS, "trackio", refuse)
+    monkeypatch.setitem(trackers.OPENERS, "wandb", refuse)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    with pytest.raises(UserError, match="--tracker: must open, got trackio: PermissionError: mine is not yours; fix"):
-        MetricsLog(tmp_path, CONFIG, ("tensorboard", "trackio"), project="mine")
+    monkeypatch.setattr(trackers, "_wandb_is_usable", lambda: True)
+    with pytest.raises(UserError, match="--tracker: must open, got wandb: PermissionError: mine is not yours; fix"):
+        MetricsLog(tmp_path, CONFIG, ("tensorboard", "wandb"), project="mine")
     assert closed == ["good"]
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_whose_package_is_missing_is_found_before_anything_else(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    name = "wandb"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     out = tmp_path / "runs"
     assert exit_code(lambda: run(["--tracker", name, "--out", str(out)])) == 2
@@ -266,18 +266,6 @@ def test_wandb_keeps_its_run_offline_and_goes_on_with_it(tmp_path: Path) -> None
     history = [record.history for record in everything if record.HasField("history")]
     rows = [{(i.key or i.nested_key[0]): json.loads(i.value_json) for i in row.item} for row in history]
     assert [(row["step"], row["reward"]) for row in rows] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]
-
-
-def test_trackio_keeps_its_run_in_the_run_folder_and_goes_on_with_it(tmp_path: Path) -> None:
-    pytest.importorskip("trackio")
-    (tmp_path / "run").mkdir()
-    in_a_process(tmp_path, TWICE, str(tmp_path / "run"), "trackio")
-    with sqlite3.connect(tmp_path / "run" / "trackio" / "mine.db") as database:
-        rows = list(database.execute("select run_name, step, metrics, run_id from metrics order by step"))
-    assert [(name, step, json.loads(metrics)) for name, step, metrics, _ in rows] == [
-        ("run", step, {"reward": step / 2}) for step in (1, 2, 3, 4)
-    ]
-    assert len({identity for *_, identity in rows}) == 1
 
 
 def test_tracking_the_same_way_twice_is_tracking_once(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_the_models_have_a_card_that_says_what_was_done_and_not_where(evaluated:
         assert front["pipeline_tag"] == "image-text-to-text" and "base_model" not in front  # it is a folder here
         assert f"{checkpoint.name} after {step} steps of reinforcement learning in the environment" in card
         assert f"The run took all {STEPS} steps." in card
-        assert all(f"\n| {row['step']} | {row['reward']:.3f} |" in card for row in metrics_of(evaluated)[:1])
+        assert f"| before | after step {step} | problems |" in card
         assert f"torch {torch.__version__.partition('+')[0]}" in card
         assert (evaluated / name / "reward_curve.png").is_file() and "](reward_curve.png)" in card
     for file in [*(evaluated / "model").glob("*"), *(evaluated / "best").glob("*")]:
