@@ -151,6 +151,7 @@ class Episode:
             ids_T=ids_T,
             mask_T=mask_T,
             logprobs_T=logprobs_T,
+            kept_NK=stream.kept_NK,
             images=stream.images,
             turns=tuple(state.turns),
             reward=reward,
@@ -266,6 +267,8 @@ class Episode:
         check_types(completion)
         state.on_completion(completion)
         rule = broken_turn(number, request, completion)
+        if rule:  # so that nothing that follows joins sets of different widths
+            completion = replace(completion, kept_NK=None)
         state.check_s += time.perf_counter() - answered
         start, end = stream.write(completion)
         turn = Turn(

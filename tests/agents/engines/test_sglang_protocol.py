@@ -598,7 +598,7 @@ class _Late:
 
 
 def test_an_answer_is_read_whole() -> None:
-    answer = parse_answer(written(4, 5, finish="stop", prompt=12, version="3", cached=7))
+    answer = parse_answer(written(4, 5, finish="stop", prompt=12, version="3", cached=7), SamplingParams())
     assert (answer.ids, answer.logprobs, answer.finish) == ([4, 5], [-1.0, -2.0], "stop")
     assert (answer.prompt_length, answer.num_cached, answer.version) == (12, 7, "3")
 
@@ -606,12 +606,13 @@ def test_an_answer_is_read_whole() -> None:
 def test_log_probs_and_counts_that_are_null_are_nan_and_none() -> None:
     given = written(4, finish="abort", prompt=None)
     given["meta_info"]["output_token_logprobs"][0][0] = None
-    answer = parse_answer(given)
+    answer = parse_answer(given, SamplingParams())
     assert math.isnan(answer.logprobs[0])
     assert (answer.prompt_length, answer.num_cached) == (None, 0)
     empty = written(finish="abort", prompt=5)
     empty["meta_info"]["output_token_logprobs"] = None
-    assert (parse_answer(empty).ids, parse_answer(empty).prompt_length) == ([], 5)
+    answer = parse_answer(empty, SamplingParams())
+    assert (answer.ids, answer.prompt_length) == ([], 5)
 
 
 @pytest.mark.parametrize(
@@ -630,7 +631,7 @@ def test_log_probs_and_counts_that_are_null_are_nan_and_none() -> None:
 )
 def test_an_answer_that_is_none_loses_the_server(broken: Any) -> None:
     with pytest.raises(ServerLost, match="no answer: "):
-        parse_answer(broken)
+        parse_answer(broken, SamplingParams())
 
 
 def test_scores_are_those_of_all_ids_but_the_first() -> None:
