@@ -235,7 +235,7 @@ class EpisodeRecord(_Record):
 
     @model_validator(mode="after")
     def _has_whole_sets(self) -> Self:
-        if len(self.kept) % (4 * max(1, len(self.logprobs))):
+        if self.kept and (not self.logprobs or len(self.kept) % (4 * len(self.logprobs))):
             raise ValueError(f"kept has {len(self.kept)} bytes for {len(self.logprobs)} tokens")
         return self
 

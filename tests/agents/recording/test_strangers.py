@@ -188,6 +188,10 @@ STREAMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an id of 100 bits": (lambda line: line["ids"].__setitem__(0, 2**100), "less than 9223372036854775808"),
     "a reward that is no number": (lambda line: line.update(reward=float("nan")), "reward: Input should be a finite"),
     "half a set of ids": (lambda line: line.update(kept="AAA="), "kept has 2 bytes for"),
+    "sets of ids of no token": (
+        lambda line: line.update(kept=_sets(np.arange(8)), logprobs=[]),
+        "kept has 32 bytes for 0 tokens",
+    ),
     "sets of ids that are no text of bytes": (lambda line: line.update(kept="A"), "kept: Base64 decoding error"),
     "a token that is not in its set": (
         lambda line: line.update(kept=_sets(np.full(len(line["logprobs"]), 2**30))),
