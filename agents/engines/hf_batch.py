@@ -193,7 +193,9 @@ class Sampler:
         """Append what was drawn for a row to its turn, and return the turn."""
         turn = self.turns[row]
         count = self._counts[row]
-        kept_NK = self._kept_BTK[row, :count].cpu().numpy() if self._sampling.top_k else None
+        kept_NK = None
+        if self._sampling.top_k:
+            kept_NK = self._kept_BTK[row, :count].cpu().numpy()
         turn.append(self._ids_BT[row, :count].tolist(), self._logprobs_BT[row, :count].tolist(), kept_NK)
         return turn
 

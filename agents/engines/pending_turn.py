@@ -64,6 +64,7 @@ class PendingTurn:
         """Return the turn; one that is not whole is given up, and ends as "abort"."""
         # All tokens that were asked for are there: then it ended by length, whatever the engine said.
         rest = "length" if self.is_whole else "abort"
+        kept_NK = np.concatenate(self.kept) if self.kept else None
         return Completion(
             ids=tuple(self.ids),
             logprobs=tuple(self.logprobs),
@@ -71,5 +72,5 @@ class PendingTurn:
             prompt_length=len(self.request.ids) + self.num_misread,
             versions=tuple(self.versions),
             num_cached=self.num_cached,
-            kept_NK=np.concatenate(self.kept) if self.kept else None,
+            kept_NK=kept_NK,
         )

@@ -110,7 +110,9 @@ def _logits(
     hidden_NH: Tensor, weight_VH: Tensor, distribution: SamplingDistribution, kept_NK: Tensor | None, chunk: slice
 ) -> Tensor:
     logits_CV = float32_product(hidden_NH[chunk], weight_VH.T)
-    return law_logits(logits_CV, distribution, None if kept_NK is None else kept_NK[chunk])
+    if kept_NK is None:
+        return law_logits(logits_CV, distribution)
+    return law_logits(logits_CV, distribution, kept_NK[chunk])
 
 
 def law_logits(logits_CV: Tensor, distribution: SamplingDistribution, kept_CK: Tensor | None = None) -> Tensor:
