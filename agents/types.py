@@ -1,7 +1,7 @@
 """Frozen types of a rollout: images, requests to an engine, its completions, turns, trajectories and groups.
 
-Legend of the shape suffixes: T tokens of one stream, G samples of one group, P patches of one image, D values of a
-patch.
+Legend of the shape suffixes: T tokens of one stream, N of them that the model wrote, K ids that one of them was drawn
+from, G samples of one group, P patches of one image, D values of a patch.
 """
 
 from __future__ import annotations
@@ -144,18 +144,34 @@ class SamplingDistribution:
 class SamplingParams:
     """How tokens are drawn. The trainer applies the same temperature and suppressed ids to its log-probs.
 
-    `temperature` 0 takes the most likely token; the log-probs are then those of temperature 1.
+    `temperature` 0 takes the most likely token; the log-probs are then those of temperature 1. With `top_k` above 0, a
+    token is drawn from the ids that `keeps` keeps of the `top_k` most likely ones, and its log-prob is that among them.
     """
 
     temperature: float = 1.0
     stop_ids: tuple[int, ...] = ()
     suppressed_ids: tuple[int, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
     @property
     def distribution(self) -> SamplingDistribution:
         """The distribution under which log-probs are reported and trained."""
         # At temperature 0 there is no distribution; the trainer takes that of the plain logits.
         return SamplingDistribution(self.temperature or 1.0, self.suppressed_ids)
+
+    def keeps(self, probs_NK: Any) -> Any:
+        """Return which of the most likely ids may be drawn, for an array or a tensor of their probabilities, falling.
+
+        Probabilities are those among all ids: `top_p` cuts as in SGLang, where it does not depend on `top_k`. The first
+        id is always kept.
+
+        >>> SamplingParams(top_k=3, top_p=0.7).keeps(np.array([[0.5, 0.25, 0.125]])).tolist()
+        [[True, True, False]]
+        """
+        before_NK = probs_NK.cumsum(-1) - probs_NK
+        return (before_NK <= self.top_p) & (probs_NK >= self.min_p * probs_NK[:, :1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +200,8 @@ class Completion:
 
     `versions` are runs of (weight version, tokens): `((3, 40), (4, 12))` says that weights 3 wrote 40 tokens and, after
     a pause for new weights, weights 4 wrote 12 more. `prompt_length` is the engine's own count of the tokens that it
-    read; `num_cached` of them came from its cache.
+    read; `num_cached` of them came from its cache. `kept_NK` are the ids that each token was drawn from, where the
+    request has a `top_k`: so many for each, a smaller set repeats one of its own.
     """
 
     ids: tuple[int, ...]
@@ -193,6 +210,7 @@ class Completion:
     prompt_length: int
     versions: tuple[tuple[int, int], ...]
     num_cached: int = 0
+    kept_NK: NDArray[np.int32] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,7 +277,8 @@ class Trajectory:
     """One finished episode as one append-only token stream.
 
     `mask_T` is True exactly on the tokens that the model sampled; `logprobs_T` is 0 elsewhere. The trajectory is sample
-    `sample_index` of problem number `group`, after `attempt` earlier attempts at the whole group. The first
+    `sample_index` of problem number `group`, after `attempt` earlier attempts at the whole group. `kept_NK` are the ids
+    that each of the model's tokens was drawn from, None where that was the whole vocabulary. The first
     `num_prompt_messages` of `messages` are the problem's; `tools` are the schemas that the prompt shows. `rewards` has
     the value of each reward function, if there are any; `reward` is then their weighted sum. `verdicts` has
     the text of each judge among them. `metadata` is a plain copy
@@ -294,6 +313,7 @@ class Trajectory:
     rewards: Mapping[str, float] = field(default_factory=dict)
     verdicts: Mapping[str, str] = field(default_factory=dict)
     is_exact: bool = True
+    kept_NK: NDArray[np.int32] | None = None
 
     def __repr__(self) -> str:
         return (

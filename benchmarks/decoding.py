@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from agents.engines.sglang.payloads import parse_answer, parse_scores, score_body
 from agents.engines.sglang.servers import Server, ServerPool
 from agents.engines.sglang.settings import SGLangSettings
-from agents.types import GenerateRequest
+from agents.types import GenerateRequest, SamplingParams
 from benchmarks.images import GROUP_SIZE, PROFILED, SIZES, Workload, make_checkpoint, prepared, profiled
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from trainer.setup.components import sampling_params
@@ -90,7 +90,7 @@ class Streams:
         answers = await asyncio.gather(*(server.generate(body, images, salt) for body, images in asked))
         seconds = time.perf_counter() - started
         if self.fields.get("return_logprob", True):
-            assert all(len(parse_answer(answer).ids) == length for answer in answers)
+            assert all(len(parse_answer(answer, SamplingParams()).ids) == length for answer in answers)
         return seconds
 
     async def step_s(self, server: Server, count: int, repeats: int) -> float:

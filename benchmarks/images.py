@@ -153,7 +153,7 @@ async def rate(
     async def client() -> None:
         while waiting:
             body, request = waiting.pop()
-            answer = parse_answer(await server.generate(body, request.images, salt))
+            answer = parse_answer(await server.generate(body, request.images, salt), request.sampling)
             assert len(answer.ids) == NEW_TOKENS and answer.prompt_length == len(request.ids), (
                 answer,
                 len(request.ids),

@@ -1,6 +1,6 @@
 """The frozen types between trajectories and an optimizer step.
 
-Legend: T tokens of a stream, N model tokens of a micro-batch in row order, S samples.
+Legend: T tokens of a stream, N model tokens of a micro-batch in row order, K ids that one was drawn from, S samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class TrainingSample:
     `weight` already holds the update's global denominator (`trainer.algorithms.aggregation`), so gradients of
     micro-batches and ranks simply add up, however the samples are split. `key` is `Trajectory.key`.
     The first `prefix_length` tokens, with `num_prefix_images` of the images, are the prompt, which other samples may
-    share. `turns_T` is the model turn of each token, from 1; 0 for tokens that the model did not write.
+    share. `turns_T` is the model turn of each token, from 1; 0 for tokens that the model did not write. `kept_NK` is
+    `Trajectory.kept_NK`.
     """
 
     ids_T: NDArray[np.int64]
@@ -44,6 +45,7 @@ class TrainingSample:
     advantage: Advantage
     weight: float
     key: tuple[int, int, int] = (0, 0, 0)
+    kept_NK: NDArray[np.int32] | None = None
 
     @property
     def advantages_N(self) -> NDArray[np.float32]:

@@ -111,6 +111,9 @@ class TrainKeywords(RunKeywords, total=False):
     group_size: Any
     resample: Any
     temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
     eval_temperature: Any
     sampler: Any
     group_filter: Any

@@ -53,11 +53,13 @@ class Capabilities:
 
     With "memory" it is a `MemoryEngine`. One that `has_servers` is a `ServersEngine` of
     `agents.engines.weight_servers`; it `frees_memory` if a learner on the GPUs of its servers may have their memory.
+    One that `gives_kept_ids` obeys `SamplingParams.top_k`, `top_p` and `min_p`, and fills `Completion.kept_NK`.
     """
 
     weights: frozenset[WeightPath] = frozenset({"disk"})
     has_servers: bool = False
     frees_memory: bool = False
+    gives_kept_ids: bool = False
 
 
 class Session(Protocol):
@@ -69,7 +71,7 @@ class Session(Protocol):
 
         The ids are those that were drawn, verbatim: none is decoded and encoded again. The turn ends with the first
         stop id, which belongs to it ("stop"), or after `max_new_tokens` ("length"). The log-probs are those of
-        `SamplingParams.distribution`: no other filter of tokens (top-k, top-p, penalties) is in force.
+        `SamplingParams.distribution`, with a `top_k` among the ids of `kept_NK`: no other filter is in force.
 
         Cancelling the call also stops the writing. An exception ends the run; a turn that only this episode has lost
         is a completion with the finish "abort".

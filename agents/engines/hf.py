@@ -146,14 +146,14 @@ class HFEngine:
         overdue = loop.time() - self._waiting_since >= self.max_wait_s
         if len(self._waiting) < len(self._open) and not overdue:
             return
-        # One draw serves all rows of a batch, so they share temperature and suppressed ids.
-        distribution = self._waiting[0][1].distribution
+        # One draw serves all rows of a batch, so they are drawn alike.
+        law = self._waiting[0][1].law
         # In the order in which sessions opened: the order in which turns arrive depends on the clock.
         batch = sorted(
-            (entry for entry in self._waiting if entry[1].distribution == distribution),
+            (entry for entry in self._waiting if entry[1].law == law),
             key=lambda entry: entry[0].order,
         )
-        self._waiting = [entry for entry in self._waiting if entry[1].distribution != distribution]
+        self._waiting = [entry for entry in self._waiting if entry[1].law != law]
         if self._waiting:  # turns of an evaluation, or of training beside one
             self._wait_at_most()
         self._running = loop.create_task(self._run(batch))
@@ -207,7 +207,7 @@ class HFEngine:
     @property
     def capabilities(self) -> Capabilities:
         """It copies weights in memory, or reads them from disk."""
-        return Capabilities(frozenset({"memory", "disk"}))
+        return Capabilities(frozenset({"memory", "disk"}), gives_kept_ids=True)
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return its weights by their names in the network."""
@@ -248,8 +248,8 @@ class HFEngine:
     @torch.inference_mode()
     def write(self, turns: Sequence[BatchTurn]) -> None:
         """Write these turns as one batch, each from where it stands to its end, or until `pause`."""
-        laws = {turn.distribution for turn in turns}
-        assert len(laws) == 1, f"a batch is drawn with one temperature and one set of suppressed ids, got {laws}"
+        laws = {turn.law for turn in turns}
+        assert len(laws) == 1, f"a batch is drawn with the same parameters of sampling, got {laws}"
         for turn in turns:
             turn.note_cached(len(turn.prefix.ids))
         self._read_prompts(turns)

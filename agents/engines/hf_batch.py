@@ -1,22 +1,23 @@
 """The parts of a batch of the embedded engine: cached prefixes, turns while they are written, and sampling.
 
-Legend: B rows of a batch, T new tokens, C cached columns, V vocabulary.
+Legend: B rows of a batch, T new tokens, K ids that one is drawn from, C cached columns, V vocabulary.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.engines.pending_turn import PendingTurn
 from agents.model.mrope import num_images_within
-from agents.model.stream_logprobs import sampling_logprobs
-from agents.types import Completion, ProcessedImage
+from agents.model.stream_logprobs import kept_ids, sampling_logprobs
+from agents.types import Completion, ProcessedImage, SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +36,9 @@ class BatchTurn(PendingTurn):
     future: asyncio.Future[Completion]
 
     @property
-    def distribution(self) -> tuple[float, tuple[int, ...]]:
-        """Temperature and suppressed ids, which all turns of a batch share."""
-        return self.request.sampling.temperature, self.request.sampling.suppressed_ids
+    def law(self) -> SamplingParams:
+        """All parameters of sampling but the stop ids; the turns of a batch share them."""
+        return replace(self.request.sampling, stop_ids=())
 
     @property
     def stream(self) -> tuple[int, ...]:
@@ -46,9 +47,9 @@ class BatchTurn(PendingTurn):
             return (*self.request.ids, *self.ids)
         return self.request.ids
 
-    def append(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def append(self, ids: Sequence[int], logprobs: Sequence[float], kept_NK: NDArray[np.int32] | None = None) -> None:
         """Append sampled ids; the last one may end the turn."""
-        super().append(ids, logprobs)
+        super().append(ids, logprobs, kept_NK)
         if self.ids[-1] in self.request.sampling.stop_ids:
             self.finish = "stop"
 
@@ -157,13 +158,18 @@ class Sampler:
         self._left_B = torch.tensor([turn.num_left for turn in turns], device=device)
         self._ids_BT = torch.zeros(len(turns), most, dtype=torch.long, device=device)
         self._logprobs_BT = torch.zeros(len(turns), most, device=device)
+        self._kept_BTK = torch.zeros(len(turns), most, self._sampling.top_k, dtype=torch.int32, device=device)
         self._num_drawn = 0
         self._counts = [0] * len(turns)
 
     def draw(self, logits_BV: Tensor) -> Tensor:
         """Sample one id for each row, and return them (B,); that of a row whose turn has ended is not kept."""
-        logprobs_BV = sampling_logprobs(logits_BV, self._sampling.distribution)
         step = self._num_drawn
+        kept_BK = None
+        if self._sampling.top_k:
+            kept_BK = kept_ids(logits_BV, self._sampling)
+            self._kept_BTK[:, step] = kept_BK
+        logprobs_BV = sampling_logprobs(logits_BV, self._sampling.distribution, kept_BK)
         if self._sampling.temperature == 0:
             ids_B = logprobs_BV.argmax(-1)
         else:
@@ -187,7 +193,10 @@ class Sampler:
         """Append what was drawn for a row to its turn, and return the turn."""
         turn = self.turns[row]
         count = self._counts[row]
-        turn.append(self._ids_BT[row, :count].tolist(), self._logprobs_BT[row, :count].tolist())
+        kept_NK = None
+        if self._sampling.top_k:
+            kept_NK = self._kept_BTK[row, :count].cpu().numpy()
+        turn.append(self._ids_BT[row, :count].tolist(), self._logprobs_BT[row, :count].tolist(), kept_NK)
         return turn
 
     def select(self, rows: Tensor) -> None:
@@ -200,6 +209,7 @@ class Sampler:
             values[rows]
             for values in (self._uniforms_BT, self._stops_BS, self._left_B, self._ids_BT, self._logprobs_BT)
         )
+        self._kept_BTK = self._kept_BTK[rows]
 
 
 def with_one_prompt(turns: Sequence[BatchTurn], image_token_id: int) -> list[list[BatchTurn]]:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agents.types import Completion, GenerateRequest, add_run
 
 
@@ -24,6 +27,7 @@ class PendingTurn:
     request: GenerateRequest
     ids: list[int] = field(default_factory=list, init=False)
     logprobs: list[float] = field(default_factory=list, init=False)
+    kept: list[NDArray[np.int32]] = field(default_factory=list, init=False)
     versions: list[tuple[int, int]] = field(default_factory=list, init=False)
     finish: Literal["", "stop", "length"] = field(default="", init=False)
     num_cached: int = field(default=0, init=False)
@@ -44,10 +48,12 @@ class PendingTurn:
         if not self.ids:
             self.num_cached = count
 
-    def append(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append sampled ids."""
+    def append(self, ids: Sequence[int], logprobs: Sequence[float], kept_NK: NDArray[np.int32] | None = None) -> None:
+        """Append sampled ids; `kept_NK` are the ids that they were drawn from."""
         self.ids += ids
         self.logprobs += logprobs
+        if kept_NK is not None:
+            self.kept.append(kept_NK)
 
     def stamp(self, version: int) -> None:
         """Give the ids appended since the last stamp this version of the weights."""
@@ -58,6 +64,7 @@ class PendingTurn:
         """Return the turn; one that is not whole is given up, and ends as "abort"."""
         # All tokens that were asked for are there: then it ended by length, whatever the engine said.
         rest = "length" if self.is_whole else "abort"
+        kept_NK = np.concatenate(self.kept) if self.kept else None
         return Completion(
             ids=tuple(self.ids),
             logprobs=tuple(self.logprobs),
@@ -65,4 +72,5 @@ class PendingTurn:
             prompt_length=len(self.request.ids) + self.num_misread,
             versions=tuple(self.versions),
             num_cached=self.num_cached,
+            kept_NK=kept_NK,
         )

@@ -9,7 +9,7 @@ difference between two engines that round differently (MiniMax-M1, arXiv 2506.13
 values are exact in float32, so summing them in float32 on the tensor cores loses nothing compared with casting first.
 SGLang: `--enable-fp32-lm-head`.
 
-Legend: N places, C places of a chunk, H hidden size, V vocabulary.
+Legend: N places, C places of a chunk, H hidden size, V vocabulary, K ids that a token was drawn from.
 """
 
 from __future__ import annotations
@@ -31,15 +31,23 @@ LEAST = -1e4
 
 
 def linear_scores(
-    hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, distribution: SamplingDistribution, compiled: bool = False
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    distribution: SamplingDistribution,
+    compiled: bool = False,
+    kept_NK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy in nats of its distribution, both (N,) float32.
 
-    `compiled` fuses the operations after the matrix products, which memory bandwidth limits on a GPU, into few kernels.
+    With `kept_NK`, the distribution of a place is that among these ids of its own. `compiled` fuses the operations
+    after the matrix products, which memory bandwidth limits on a GPU, into few kernels.
     """
     with torch.autocast(hidden_NH.device.type, enabled=False):
         # Autocast would round the products to half precision.
-        return _LinearScores.apply(hidden_NH, weight_VH, targets_N, distribution, compiled)  # type: ignore[no-any-return]
+        return _LinearScores.apply(  # type: ignore[no-any-return]
+            hidden_NH, weight_VH, targets_N, distribution, compiled, kept_NK
+        )
 
 
 def float32_product(a: Tensor, b: Tensor) -> Tensor:
@@ -63,15 +71,16 @@ class _LinearScores(torch.autograd.Function):
         targets_N: Tensor,
         distribution: SamplingDistribution,
         compiled: bool,
+        kept_NK: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         count = len(hidden_NH)
         logprobs_N, entropy_N, norm_N = (hidden_NH.new_empty(count, dtype=torch.float32) for _ in range(3))
         summarise = kernel(_summary, compiled)
         for chunk in chunks_of(count, len(weight_VH)):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, distribution)
+            logits_CV = _logits(hidden_NH, weight_VH, distribution, kept_NK, chunk)
             logprobs_N[chunk], entropy_N[chunk], norm_N[chunk] = summarise(logits_CV, targets_N[chunk])
         # Not the logits: they are larger than all that the network keeps. They are computed again.
-        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, norm_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, norm_N, kept_NK)
         ctx.distribution = distribution
         ctx.compiled = compiled
         return logprobs_N, entropy_N
@@ -79,7 +88,7 @@ class _LinearScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden_NH, weight_VH, targets_N, entropy_N, norm_N = ctx.saved_tensors
+        hidden_NH, weight_VH, targets_N, entropy_N, norm_N, kept_NK = ctx.saved_tensors
         grad_logprobs_N, grad_entropy_N = grads
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_weight_VH = None
@@ -87,26 +96,37 @@ class _LinearScores(torch.autograd.Function):
             grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         derive = kernel(derivative, ctx.compiled)
         for chunk in chunks_of(len(hidden_NH), len(weight_VH)):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, ctx.distribution)
+            logits_CV = _logits(hidden_NH, weight_VH, ctx.distribution, kept_NK, chunk)
             scale = 1 / ctx.distribution.temperature
             numbers = (x[chunk] for x in (targets_N, norm_N, entropy_N, grad_logprobs_N, grad_entropy_N))
             grad_CV = derive(logits_CV, *numbers, scale).to(hidden_NH.dtype)
             grad_hidden_NH[chunk] = grad_CV @ weight_VH
             if grad_weight_VH is not None:
                 grad_weight_VH += float32_product(grad_CV.T, hidden_NH[chunk])
-        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None, *[None] * 3
+        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None, *[None] * 4
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, distribution: SamplingDistribution) -> Tensor:
-    return law_logits(float32_product(hidden_CH, weight_VH.T), distribution)
+def _logits(
+    hidden_NH: Tensor, weight_VH: Tensor, distribution: SamplingDistribution, kept_NK: Tensor | None, chunk: slice
+) -> Tensor:
+    logits_CV = float32_product(hidden_NH[chunk], weight_VH.T)
+    if kept_NK is None:
+        return law_logits(logits_CV, distribution)
+    return law_logits(logits_CV, distribution, kept_NK[chunk])
 
 
-def law_logits(logits_CV: Tensor, distribution: SamplingDistribution) -> Tensor:
-    """Return float32 logits divided by the temperature, -inf where an id is suppressed; changes them in place."""
+def law_logits(logits_CV: Tensor, distribution: SamplingDistribution, kept_CK: Tensor | None = None) -> Tensor:
+    """Return float32 logits divided by the temperature, -inf where an id is suppressed or not in a given set.
+
+    Changes them in place. An id may stand in its set more than once.
+    """
     if distribution.temperature != 1.0:
         logits_CV /= distribution.temperature
     if distribution.suppressed_ids:
         logits_CV[:, list(distribution.suppressed_ids)] = float("-inf")
+    if kept_CK is not None:
+        own_CK = logits_CV.gather(-1, kept_CK)
+        logits_CV.fill_(float("-inf")).scatter_(-1, kept_CK, own_CK)
     return logits_CV
 
 

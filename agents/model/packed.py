@@ -1,6 +1,6 @@
 """Packs token streams into one row, the input of `PolicyModel.token_scores`.
 
-Legend: T packed tokens, N chosen tokens, M image placeholders.
+Legend: T packed tokens, N chosen tokens, K ids that one was drawn from, M image placeholders.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class VisionBatch:
 class PackedStreams:
     """Sequences concatenated in one row, and the tokens to score.
 
-    The logits at the places `before_N` predict the tokens `targets_N`. `placeholders_M` are the places of the image
-    placeholders.
+    The logits at the places `before_N` predict the tokens `targets_N`, which were drawn from the ids `kept_NK`, or from
+    all without them. `placeholders_M` are the places of the image placeholders.
     """
 
     ids_T: Tensor
@@ -77,6 +77,7 @@ class PackedStreams:
     placeholders_M: Tensor
     before_N: Tensor
     targets_N: Tensor
+    kept_NK: Tensor | None = None
 
     @classmethod
     def build(
@@ -90,6 +91,7 @@ class PackedStreams:
         image_token_id: int,
         device: torch.device | str,
         with_buckets: bool,
+        kept_NK: NDArray[np.int64] | None = None,
     ) -> PackedStreams:
         """Move a layout to a device. `images` are those of each sequence, in token order."""
 
@@ -104,4 +106,5 @@ class PackedStreams:
             placeholders_M=tensor(np.flatnonzero(ids_T == image_token_id)),
             before_N=tensor(before_N),
             targets_N=tensor(targets_N),
+            kept_NK=None if kept_NK is None else tensor(kept_NK),
         )

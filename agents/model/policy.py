@@ -205,7 +205,9 @@ class PolicyModel(nn.Module):
         )
         hidden_NH = hidden_1TH[0].index_select(0, packed.before_N)
         lm_head: Any = self.backbone.lm_head
-        return linear_scores(hidden_NH, lm_head.weight, packed.targets_N, distribution, self.compiled_scores)
+        return linear_scores(
+            hidden_NH, lm_head.weight, packed.targets_N, distribution, self.compiled_scores, packed.kept_NK
+        )
 
     def _hidden(
         self,

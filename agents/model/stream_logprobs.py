@@ -1,6 +1,6 @@
 """Computes the log-probs of tokens under a policy: the one definition that engine, trainer and probes share.
 
-Legend: N places, V vocabulary, T tokens of one stream.
+Legend: N places, V vocabulary, T tokens of one stream, K ids that a token is drawn from.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ from agents.model.attention import Span, needs_buckets
 from agents.model.linear_logprobs import law_logits
 from agents.model.packed import PackedStreams
 from agents.model.policy import PolicyModel
-from agents.types import ProcessedImage, SamplingDistribution
+from agents.types import ProcessedImage, SamplingDistribution, SamplingParams
 
 
-def sampling_logprobs(logits_NV: Tensor, distribution: SamplingDistribution) -> Tensor:
+def sampling_logprobs(logits_NV: Tensor, distribution: SamplingDistribution, kept_NK: Tensor | None = None) -> Tensor:
     """Return the log-probs of the distribution that tokens are drawn from, float32 (N, V)."""
-    return law_logits(logits_NV.to(torch.float32, copy=True), distribution).log_softmax(-1)
+    return law_logits(logits_NV.to(torch.float32, copy=True), distribution, kept_NK).log_softmax(-1)
+
+
+def kept_ids(logits_NV: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return the ids that may be drawn at each place, int64 (N, top_k); a smaller set repeats its most likely id."""
+    top_NK, ids_NK = sampling_logprobs(logits_NV, sampling.distribution).topk(min(sampling.top_k, logits_NV.shape[1]))
+    kept_NK = ids_NK[:, :1].repeat(1, sampling.top_k)
+    kept_NK[:, : ids_NK.shape[1]] = torch.where(sampling.keeps(top_NK.exp()), ids_NK, ids_NK[:, :1])
+    return kept_NK
 
 
 @torch.no_grad()

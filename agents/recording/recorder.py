@@ -6,6 +6,7 @@ episode that it was writing.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -233,6 +234,7 @@ class Recorder:
             "ids": np.ascontiguousarray(t.ids_T),
             "mask": t.mask_T.astype(np.int8),
             "logprobs": _floats(t.logprobs_T[t.mask_T]),
+            **({} if t.kept_NK is None else {"kept": base64.b64encode(t.kept_NK.astype("<i4").tobytes()).decode()}),
             "images": [
                 {"digest": image.digest, "grid": list(image.grid_thw), "num_tokens": image.num_tokens}
                 for image in t.images

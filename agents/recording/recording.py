@@ -248,6 +248,7 @@ class Recording:
             ids_T=episode.ids_T,
             mask_T=episode.mask_T,
             logprobs_T=episode.logprobs_T,
+            kept_NK=episode.kept_NK,
             images=processed,
             turns=tuple(self._turn(turn) for turn in episode.turns),
             reward=episode.reward,

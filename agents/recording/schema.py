@@ -22,7 +22,16 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import (
+    Base64Bytes,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from agents.recording.safe_files import memory_of
 from agents.types import EndReason, Trajectory, messages_before_turns
@@ -183,8 +192,9 @@ class EpisodeRecord(_Record):
     the first. The first `num_prompt_messages` of `messages` are the problem; an image in a message is
     `{"type": "image", "image": "images/HASH.png"}`. `is_exact` is False where label or metadata held a value that JSON
     cannot hold; it is recorded as text. `tools` is a hash of the tools' schemas, empty where there are none. `logprobs`
-    are the engine's, for the N tokens whose mask is 1. `began` is in seconds since 1970. `rewards` has the value of
-    each reward function, if the run had any, and `verdicts` the text of each judge among them.
+    are the engine's, for the N tokens whose mask is 1; `kept` has the ids that each of these was drawn from, K little
+    int32 for each, and is empty where that was the whole vocabulary. `began` is in seconds since 1970. `rewards` has
+    the value of each reward function, if the run had any, and `verdicts` the text of each judge among them.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -215,12 +225,27 @@ class EpisodeRecord(_Record):
     ids: tuple[Integer, ...]
     mask: tuple[Bit, ...]
     logprobs: tuple[float | None, ...]
+    # As text: lists of numbers would take ten times the memory when they are read.
+    kept: Base64Bytes = b""
     images: tuple[ImageRecord, ...]
     began: float
     total_s: float
     engine_s: float
     env_s: float
     check_s: float
+
+    @model_validator(mode="after")
+    def _has_whole_sets(self) -> Self:
+        if self.kept and (not self.logprobs or len(self.kept) % (4 * len(self.logprobs))):
+            raise ValueError(f"kept has {len(self.kept)} bytes for {len(self.logprobs)} tokens")
+        return self
+
+    @property
+    def kept_NK(self) -> NDArray[np.int32] | None:
+        """The ids that each token of the model was drawn from; None where that was the whole vocabulary."""
+        if not self.kept:
+            return None
+        return np.frombuffer(self.kept, dtype="<i4").reshape(len(self.logprobs), -1)
 
     @property
     def env_reward(self) -> float:

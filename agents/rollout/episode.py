@@ -149,6 +149,7 @@ class Episode:
             ids_T=ids_T,
             mask_T=mask_T,
             logprobs_T=logprobs_T,
+            kept_NK=stream.kept_NK,
             images=stream.images,
             turns=tuple(state.turns),
             reward=reward,
@@ -265,6 +266,8 @@ class Episode:
         answered = time.perf_counter()
         check_types(completion)
         rule = broken_turn(number, request, completion)
+        if rule:  # so that nothing that follows joins sets of different widths
+            completion = replace(completion, kept_NK=None)
         state.check_s += time.perf_counter() - answered
         start, end = stream.write(completion)
         turn = Turn(

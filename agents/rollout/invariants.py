@@ -13,9 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agents.rendering.renderer import Rendered, Renderer
 from agents.rollout.stream import first_difference
@@ -75,6 +76,9 @@ def check_types(completion: object) -> None:
     """Raise TypeError for what is no completion: code that returns this is broken, not an episode."""
     if not isinstance(completion, Completion):
         raise TypeError(f"an engine's generate must return a Completion, got {type(completion).__name__}")
+    kept = completion.kept_NK
+    if kept is not None and not (isinstance(kept, np.ndarray) and kept.dtype == np.int32):
+        raise TypeError(f"kept_NK of a Completion must be an array of int32, got {type(kept).__name__}")
 
 
 def broken_turn(number: int, request: GenerateRequest, completion: Completion) -> str | None:
@@ -82,7 +86,7 @@ def broken_turn(number: int, request: GenerateRequest, completion: Completion) -
 
     Rules: the engine read the whole stream and nothing else. It wrote token ids, no more than requested, and at least
     one unless it was aborted. Each has a log-prob, and the runs of `versions` add up to their number. A turn that stops
-    by itself ends with a stop id.
+    by itself ends with a stop id. With a `top_k`, there are so many ids that each token was drawn from.
     """
     c = completion
     num_tokens = len(completion.ids)
@@ -104,7 +108,26 @@ def broken_turn(number: int, request: GenerateRequest, completion: Completion) -
         return f"turn {number}: the engine ended with {c.finish!r}, which is none of {', '.join(FINISHES)}"
     if c.finish == "stop" and c.ids[-1] not in request.sampling.stop_ids:
         return f"turn {number}: the engine stopped at id {c.ids[-1]}, the stop ids are {request.sampling.stop_ids}"
-    return None
+    return _broken_sets(number, request.sampling.top_k, c)
+
+
+def _broken_sets(number: int, top_k: int, c: Completion) -> str | None:
+    if not top_k or not c.ids:
+        return None
+    shape = None if c.kept_NK is None else c.kept_NK.shape
+    if c.kept_NK is None or shape != (len(c.ids), top_k):
+        return f"turn {number}: {len(c.ids)} tokens need {top_k} ids each that they were drawn from, got {shape}"
+    return _broken_kept(np.array(c.ids), c.kept_NK, f"turn {number}: ")
+
+
+def _broken_kept(ids_N: NDArray[Any], kept_NK: NDArray[np.int32], where: str = "") -> str | None:
+    if kept_NK.min(initial=0) < 0:
+        return f"{where}a token was drawn from id {kept_NK.min()}"
+    is_in_N = (kept_NK == ids_N[:, None]).any(-1)
+    if is_in_N.all():
+        return None
+    place = int(np.flatnonzero(~is_in_N)[0])
+    return f"{where}token {place + 1}, id {ids_N[place]}, is none of the ids that it was drawn from"
 
 
 def broken_invariant(
@@ -130,9 +153,12 @@ def broken_stream(stream: TokenStream) -> str | None:
     """Return the first rule that a stream breaks, of those that need no vocabulary; None when all hold.
 
     Rules: those of `broken_spans`. The first turn follows the prompt. Log-probs are finite, at most 0, and 0 outside
-    the mask.
+    the mask. Each token is one of the ids that it was drawn from.
     """
-    return _broken_lengths(stream) or _broken_start(stream) or _broken_turns(stream) or _broken_logprobs(stream)
+    rule = _broken_lengths(stream) or _broken_start(stream) or _broken_turns(stream) or _broken_logprobs(stream)
+    if rule or stream.kept_NK is None:
+        return rule
+    return _broken_kept(stream.ids_T[stream.mask_T], stream.kept_NK)
 
 
 def broken_spans(stream: TokenStream) -> str | None:

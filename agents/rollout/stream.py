@@ -65,6 +65,15 @@ class Stream:
         self.ids += completion.ids
         return start, len(self.ids)
 
+    @property
+    def kept_NK(self) -> NDArray[np.int32] | None:
+        """The ids that each token of the model was drawn from; None unless all turns have them."""
+        written = [piece.kept_NK for piece in self.pieces if isinstance(piece, Completion)]
+        kept = [kept_NK for kept_NK in written if kept_NK is not None]
+        if not kept or len(kept) < len(written):
+            return None
+        return np.concatenate(kept)
+
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.float32]]:
         """Return ids_T, mask_T and logprobs_T; log-probs are 0 in a turn that has more or fewer of them than tokens."""
         ids_T = np.array(self.ids, dtype=np.int64)

@@ -117,6 +117,16 @@ def test_what_is_wrong_with_an_engine_is_one_line_before_there_is_a_folder(
     assert not [*(tmp_path / "runs").glob("*")]
 
 
+def test_an_engine_that_does_not_say_what_tokens_were_drawn_from_is_refused_with_top_k(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", str(checkpoint), "--engine", PLAIN, "--top-k", "20", "--out", str(tmp_path / "runs")]
+    assert exit_code(lambda: run([*argv, "--train-size", "2", "--eval-size", "0"])) == 2
+    *_, line = capsys.readouterr().err.strip().splitlines()
+    assert "--top-k: needs an engine that says what each token was drawn from, which PlainEngine does not" in line
+    assert not [*(tmp_path / "runs").glob("*")]
+
+
 @pytest.mark.parametrize(
     ("name", "words"), [("Other", "does not run the learner's weights"), ("Words", "ended with 'eos'")]
 )

@@ -134,9 +134,13 @@ class AdamWConfig(Section):
     beta1: float = Field(json_schema_extra=NO_FLAG, default=0.9, ge=0, lt=1, description="AdamW's first moment decay")
     # A shorter memory than AdamW's own default: the gradients of a changing policy age fast.
     beta2: float = Field(json_schema_extra=NO_FLAG, default=0.95, ge=0, lt=1, description="AdamW's second moment decay")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay")
+    weight_decay: float = Field(json_schema_extra=NO_FLAG, default=0.0, ge=0, description="AdamW's weight decay")
     max_grad_norm: float = Field(
-        default=1.0, gt=0, allow_inf_nan=True, description="gradients are scaled down to this norm; inf: never"
+        json_schema_extra=NO_FLAG,
+        default=1.0,
+        gt=0,
+        allow_inf_nan=True,
+        description="gradients are scaled down to this norm; inf: never",
     )
 
 

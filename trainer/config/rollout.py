@@ -176,6 +176,26 @@ class RolloutConfig(Section):
         description="how often to play a group again that has fewer than two valid episodes",
     )
     temperature: float = Field(default=1.0, gt=0, description="sampling temperature, the same in engine and trainer")
+    # What a token was drawn from is kept and trained on, and servers report only the most likely ids.
+    top_k: int = Field(
+        default=0,
+        ge=0,
+        le=256,
+        description="draw tokens of training from this many most likely ones, whose log-probs are then trained on; 0: "
+        "from all",
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="of the --top-k tokens, draw from the most likely ones that have this probability together",
+    )
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="of the --top-k tokens, draw from those with this share of the most likely one's probability",
+    )
     eval_temperature: float = Field(
         default=0.0, ge=0, description="temperature of evaluation; 0: always the most likely token"
     )
@@ -279,6 +299,24 @@ class RolloutConfig(Section):
         if self.max_staleness:
             return trained + evaluated
         return max(trained, evaluated)
+
+    @field_validator("top_k")
+    @classmethod
+    def _leaves_a_choice(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError("must be 0 or at least 2: of one token nothing is drawn, so nothing is learnt")
+        return value
+
+    @field_validator("top_p", "min_p")
+    @classmethod
+    def _cuts_what_is_known(cls, value: float, info: ValidationInfo) -> float:
+        # Of --top-p 1 cuts nothing, of --min-p 0.
+        if value not in (0.0, 1.0) and not info.data.get("top_k", 1):
+            raise ValueError("needs --top-k, at most 256: what a token was drawn from is trained on; give --top-k 256")
+        # SGLang's sampling backends disagree about which of the two comes first.
+        if info.field_name == "min_p" and value and info.data.get("top_p", 1.0) < 1:
+            raise ValueError("cannot be given together with --top-p: give one of them")
+        return value
 
     @field_validator("curriculum")
     @classmethod

@@ -194,6 +194,10 @@ class RunConfig(Section):
             rule = f"must be at most the {num_groups} groups of a step, one for each of its problems"
             fix = "give less, or more --problems-per-step"
             raise UserError("--minibatches", rule, self.optim.minibatches, fix)
+        # Its output layer is split over ranks, and does not take the ids that a token was drawn from.
+        if self.rollout.top_k and self.cluster.backend == "megatron":
+            fix = "leave --top-k, --top-p and --min-p out, or --backend"
+            raise UserError("--top-k", "must be 0 with --backend megatron", self.rollout.top_k, fix)
         if self.plays and self.rollout.keep_kv_cache:
             self._check_kv_cache()
         if self.plays:

@@ -66,6 +66,7 @@ FIXED: tuple[FieldPath, ...] = (
     ("model",),
     ("rollout", "problems_per_step"),
     ("rollout", "group_size"),
+    ("rollout", "top_k"),
     ("evaluation", "tools"),
     BACKEND,
     ("learner", "lora_rank"),

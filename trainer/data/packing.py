@@ -99,6 +99,7 @@ def training_sample(
         advantage=advantage,
         weight=weight,
         key=trajectory.key,
+        kept_NK=trajectory.kept_NK,
     )
 
 
@@ -232,18 +233,30 @@ def collate(
             before.append(np.where(before_T < prefix, before_T + start, before_T - prefix + end))
             end += own
     samples = tuple(sample for row in rows for sample in row.samples)
+    targets_N = np.concatenate([s.ids_T[s.mask_T] for s in samples])
     packed = PackedStreams.build(
         ids_T=np.concatenate(ids),
         positions_3T=np.concatenate(positions, axis=1),
         spans=[span for span in spans if span.length],
         images=[row.images for row in rows],
         before_N=np.concatenate(before),
-        targets_N=np.concatenate([s.ids_T[s.mask_T] for s in samples]),
+        targets_N=targets_N,
         image_token_id=image_token_id,
         device=device,
         with_buckets=needs_buckets(torch.device(device), dtype),
+        kept_NK=_kept_ids(samples, len(targets_N)),
     )
     return MicroBatch(**vars(token_batch(samples, device)), packed=packed)
+
+
+def _kept_ids(samples: Sequence[TrainingSample], num_tokens: int) -> NDArray[np.int64] | None:
+    """Return the ids that each model token was drawn from; None where that was the whole vocabulary."""
+    kept = [sample.kept_NK for sample in samples if sample.kept_NK is not None]
+    if not kept:
+        return None
+    kept_NK = np.concatenate(kept).astype(np.int64)
+    assert len(kept_NK) == num_tokens, f"{len(kept_NK)} sets of kept ids for {num_tokens} tokens"
+    return kept_NK
 
 
 def token_batch(samples: Sequence[TrainingSample], device: torch.device | str) -> TokenBatch:

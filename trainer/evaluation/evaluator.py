@@ -42,7 +42,7 @@ from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, w
 from trainer.evaluation.results import Evaluation, ProblemResult, compare, summarise
 from trainer.evaluation.statistics import Estimate, Intervals
 from trainer.metrics.console import Display
-from trainer.setup.components import build_episode
+from trainer.setup.components import build_episode, sampling_params
 from trainer.setup.engines import EngineRoom, build_engine, check_engine
 from trainer.setup.model_source import open_model
 from trainer.setup.problems import check_command, load_rows, own_problems, probe_tools, prompt_length
@@ -115,7 +115,7 @@ class ModelContext(EvaluationContext):
             self.spec,
             way.max_turns,
             config.env.max_new_tokens,
-            config.measurement.eval_temperature,
+            sampling_params(self.renderer, config.measurement.eval_temperature),
             way.use_tools,
         )
 

@@ -84,7 +84,7 @@ class EngineChecks:
         turns = context.spec.max_turns
         samples = context.train_samples
         groups = await rollout_groups(
-            context.episode(turns, context.config.rollout.temperature),
+            context.episode(),
             [samples[index] for index in range(min(self.num_problems, len(samples)))],
             context.build_env,
             context.env_args(turns),

@@ -37,7 +37,13 @@ from trainer.metrics.console import Display
 from trainer.rollouts.curriculum import Curriculum
 from trainer.rollouts.protocol import OnEpisode, OnEvaluated
 from trainer.setup.backend import check_learner
-from trainer.setup.components import build_episode, connect_workers, reserve_room, sampling_params
+from trainer.setup.components import (
+    build_episode,
+    connect_workers,
+    reserve_room,
+    sampling_params,
+    training_sampling,
+)
 from trainer.setup.engines import build_transport, check_engine, run_engine
 from trainer.setup.model_source import open_model
 from trainer.setup.plugins import check_algorithm, own_filter, problem_order
@@ -78,20 +84,26 @@ class LiveContext(RunContext):
         """Return the arguments of `build_env`."""
         return self.spec.args(max_turns, detect_format(self.renderer.chat_template))
 
-    def episode(self, max_turns: int, temperature: float, use_tools: bool = True) -> Episode:
-        """Return the agent loop with this run's limits."""
+    def episode(self) -> Episode:
+        """Return the agent loop of episodes to train on."""
         max_new_tokens = self.config.env.max_new_tokens
-        return build_episode(self.engine, self.renderer, self.spec, max_turns, max_new_tokens, temperature, use_tools)
+        sampling = training_sampling(self.renderer, self.config.rollout)
+        return build_episode(self.engine, self.renderer, self.spec, self.spec.max_turns, max_new_tokens, sampling)
+
+    def evaluated(self, way: Way) -> Episode:
+        """Return the agent loop of a way of evaluation, which draws from all tokens."""
+        max_new_tokens = self.config.env.max_new_tokens
+        sampling = sampling_params(self.renderer, self.config.rollout.eval_temperature)
+        return build_episode(
+            self.engine, self.renderer, self.spec, way.max_turns, max_new_tokens, sampling, way.use_tools
+        )
 
     def recorder(self) -> Recorder | None:
         """Return a recorder of the run's episodes; None with `--record 0`."""
         config = self.config
-        turns = self.spec.max_turns
         if not config.log.record:
             return None
-        played = {TRAIN: self.episode(turns, config.rollout.temperature)}
-        for way in self.ways:
-            played[way.name] = self.episode(way.max_turns, config.rollout.eval_temperature, way.use_tools)
+        played = {TRAIN: self.episode(), **{way.name: self.evaluated(way) for way in self.ways}}
         manifest = build_manifest(self.spec, self.renderer, str(self.model_path), played)
         return Recorder(self.folder / EPISODES, manifest, self.renderer.encoder.spell, config.log.record)
 
@@ -149,7 +161,7 @@ class LiveRollouts:
         # The configuration has the same names; a filter is code and is loaded apart.
         names = {field.name for field in fields(RolloutOptions)} - {"group_filter"}
         self._manager = RolloutManager(
-            context.episode(context.spec.max_turns, config.rollout.temperature),
+            context.episode(),
             context.build_env,
             context.env_args(context.spec.max_turns),
             self._problem,
@@ -237,7 +249,7 @@ class LiveRollouts:
         with display.aside(name, len(all_ways) * len(source)):
             for way in all_ways:
                 player = ProblemPlayer(
-                    self.context.episode(way.max_turns, self.config.rollout.eval_temperature, way.use_tools),
+                    self.context.evaluated(way),
                     source,
                     self.context.build_env,
                     self.context.env_args(way.max_turns),

@@ -92,7 +92,7 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
     check_learner(config, model.path)
     # The network's own size: a tokenizer may know fewer ids.
     vocab_size = int(read_network(model.path).get_text_config().vocab_size)
-    check = RecordingCheck(recording, model.renderer, model.facts, vocab_size)
+    check = RecordingCheck(recording, model.renderer, model.facts, vocab_size, base.rollout.top_k)
     check.model()
     recorded = RecordedSteps.open(run, config.steps, base.rollout.group_size, check.episode)
     sampling = sampling_params(model.renderer, config.rollout.temperature)

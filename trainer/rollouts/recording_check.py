@@ -33,6 +33,7 @@ class RecordingCheck:
     renderer: Renderer
     facts: ModelFacts
     vocabulary_size: int
+    top_k: int = 0
     _grids: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
     @cached_property
@@ -62,7 +63,14 @@ class RecordingCheck:
     def episode(self, episode: EpisodeRecord) -> None:
         """Raise `UserError` where the model cannot have written the episode, or an image is damaged."""
         place = f"episode {episode.id} of {self.recording.folder}"
-        for each in (max(episode.ids, default=0), min(episode.ids, default=0)):
+        kept_NK = episode.kept_NK
+        if episode.end_reason.is_valid and episode.num_model_tokens:
+            found = 0 if kept_NK is None else kept_NK.shape[1]
+            if found != self.top_k:
+                rule = f"must have {self.top_k} ids that each token was drawn from, as --top-k of its run says"
+                raise UserError(place, rule, found, "take the recording as it was written")
+        most_kept = 0 if kept_NK is None else int(kept_NK.max(initial=0))
+        for each in (max(episode.ids, default=0), min(episode.ids, default=0), most_kept):
             if not 0 <= each < self.vocabulary_size:
                 raise UserError(place, f"must have ids below the model's {self.vocabulary_size}", each, _FIX)
         # A stranger's number may be anything, and one is enough to ruin a step.

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from agents.rollout.episode import Episode, Limits, by_entry
 from agents.types import SamplingParams
 from envs.spec import EnvLimits, EnvSpec
 from trainer.config.learner import ClusterConfig, LearnerPlan
+from trainer.config.rollout import RolloutConfig
 from trainer.config.run import RunConfig
 from trainer.learner.build import build_learner
 from trainer.learner.compile_choice import is_compiled
@@ -147,17 +148,22 @@ def sampling_params(renderer: Renderer, temperature: float) -> SamplingParams:
     return SamplingParams(temperature, renderer.stop_ids, renderer.suppressed_ids)
 
 
+def training_sampling(renderer: Renderer, config: RolloutConfig) -> SamplingParams:
+    """Return the sampling parameters of episodes to train on."""
+    whole = sampling_params(renderer, config.temperature)
+    return replace(whole, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
+
+
 def build_episode(
     engine: Engine,
     renderer: Renderer,
     spec: EnvSpec,
     max_turns: int,
     max_new_tokens: int,
-    temperature: float,
+    sampling: SamplingParams,
     use_tools: bool = True,
 ) -> Episode:
     """Return the agent loop that plays an environment with these limits; in a mixture each part has its own too."""
-    sampling = sampling_params(renderer, temperature)
 
     def of_entry(entry: EnvSpec, turns: int) -> Episode:
         limits = Limits(turns, max_new_tokens, EnvLimits.of(entry))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from agents.engines.base import Engine, EngineSetup, TrainableEngine, memory_engine
+from agents.engines.base import Engine, EngineSetup, TrainableEngine, capabilities_of, memory_engine
 from agents.engines.hf import HFEngine
 from agents.engines.own import make_engine
 from agents.engines.sglang import SGLangEngine
@@ -103,6 +103,10 @@ def run_engine(
     if config.cluster.num_gpus:
         model = model.model_copy(update={"device": f"cuda:{first_gpu}"})
     built = build_engine(engine, model, config.engine_choice[0], source, folder, TrainableEngine, room)
+    if config.rollout.top_k and not capabilities_of(built).gives_kept_ids:
+        rule = f"needs an engine that says what each token was drawn from, which {type(built).__name__} does not"
+        fix = "leave --top-k, --top-p and --min-p out, or see Capabilities.gives_kept_ids in agents/engines/base.py"
+        raise UserError("--top-k", rule, config.rollout.top_k, fix)
     if isinstance(built, SGLangEngine) and config.starts_servers:
         if learner.lora_rank and engine.sync in WITH_ADAPTERS:
             layers = adapted_layers(meta_model(read_config(source.path)), learner)

@@ -104,7 +104,8 @@ class SGLangEngine:
         weights: set[WeightPath] = {"disk", "nccl", "adapter"}
         if self.are_started_here:
             weights.add("ipc")
-        return Capabilities(frozenset(weights), has_servers=True, frees_memory=self.settings.frees_memory)
+        frees_memory = self.settings.frees_memory
+        return Capabilities(frozenset(weights), has_servers=True, frees_memory=frees_memory, gives_kept_ids=True)
 
     @property
     def are_started_here(self) -> bool:

@@ -3,19 +3,22 @@
 `/generate` takes ids with one placeholder per image, expands them itself and keeps all other ids verbatim.
 `flush_cache` empties the prefix cache but not the cache of encoded images; what names an image there depends on the
 release.
+
+Legend: N tokens of an answer, K ids that one was drawn from.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agents.engines.weight_servers import ServerLost
-from agents.types import GenerateRequest, ProcessedImage
+from agents.types import GenerateRequest, ProcessedImage, SamplingParams
 
 #: Added to the logit of a token that must never be drawn. Finite, because JSON has no infinity; its exponential is 0.
 NEVER = -1e9
@@ -47,15 +50,15 @@ def generate_body(
     read apart.
     """
     sampling = request.sampling
-    return {
+    body = {
         "rid": rid,
         "input_ids": [*collapse(request.ids, request.images, image_token_id), *written],
         "sampling_params": {
             "temperature": sampling.temperature,
             # Said in full: else the server takes them from the checkpoint's generation_config.json.
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
             "repetition_penalty": 1.0,
             "max_new_tokens": request.max_new_tokens - len(written),
             "stop_token_ids": list(sampling.stop_ids),
@@ -66,7 +69,10 @@ def generate_body(
             "no_stop_trim": True,
         },
         "return_logprob": True,
-    } | adapter_field(adapter)
+    }
+    if sampling.top_k:
+        body["top_logprobs_num"] = sampling.top_k
+    return body | adapter_field(adapter)
 
 
 def score_body(
@@ -94,7 +100,7 @@ class GenerateAnswer:
     A request that was aborted has the finish "": its turn goes on.
     """
 
-    def __init__(self, answer: dict[str, Any]) -> None:
+    def __init__(self, answer: dict[str, Any], sampling: SamplingParams) -> None:
         meta = answer["meta_info"]
         pairs = meta.get("output_token_logprobs") or []
         self.ids = [int(token) for _, token, *_ in pairs]
@@ -111,12 +117,39 @@ class GenerateAnswer:
         self.version = str(meta["weight_version"])
         if self.ids != answer["output_ids"]:
             raise ValueError(f"log-probs are of {self.ids}, the answer is {answer['output_ids']}")
+        self.kept_NK = None
+        if sampling.top_k and self.ids:
+            self.kept_NK, self.logprobs = _kept(meta["output_top_logprobs"], self.ids, self.logprobs, sampling)
 
 
-def parse_answer(answer: Any) -> GenerateAnswer:
-    """Parse the answer of `/generate`; raises `ServerLost` where it is malformed."""
+def _kept(
+    top: Sequence[Any], ids: Sequence[int], logprobs: Sequence[float], sampling: SamplingParams
+) -> tuple[NDArray[np.int32], list[float]]:
+    """Return the ids that each token was drawn from, and its log-prob among them.
+
+    `top` has (log-prob, id, text) of the most likely ids at each token. SGLang reports log-probs among all ids,
+    whatever it draws from (its `srt/layers/sampler.py`).
+    """
+    entries_NK2 = np.array([entry[:2] for entry in chain.from_iterable(top)], dtype=np.float64)
+    entries_NK2 = entries_NK2.reshape(len(ids), sampling.top_k, 2)
+    top_NK = entries_NK2[..., 0]
+    ids_NK = entries_NK2[..., 1].astype(np.int32)
+    is_kept_NK = sampling.keeps(np.exp(top_NK))
+    ids_N = np.array(ids)
+    rows_N = np.arange(len(ids))
+    last_N = is_kept_NK.sum(-1) - 1
+    # The order of equally likely ids is arbitrary: the last one that is kept may be another one there than here.
+    is_in_N = (is_kept_NK & (ids_NK == ids_N[:, None])).any(-1)
+    swapped = rows_N[~is_in_N & (top_NK[rows_N, last_N] == logprobs)]
+    ids_NK[swapped, last_N[swapped]] = ids_N[swapped]
+    total_N = np.where(is_kept_NK, np.exp(top_NK), 0.0).sum(-1)
+    return np.where(is_kept_NK, ids_NK, ids_NK[:, :1]), (np.array(logprobs) - np.log(total_N)).tolist()
+
+
+def parse_answer(answer: Any, sampling: SamplingParams) -> GenerateAnswer:
+    """Parse the answer of `/generate` to a request with `sampling`; raises `ServerLost` where it is malformed."""
     try:
-        return GenerateAnswer(answer)
+        return GenerateAnswer(answer, sampling)
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
         raise ServerLost(f"no answer: {type(error).__name__} {error} in {answer!r:.500}") from error
 

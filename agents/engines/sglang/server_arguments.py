@@ -78,7 +78,7 @@ def choose_arguments(settings: SGLangSettings, place: ServerPlace, host: Host) -
         ("--nccl-port", str(place.port + MEETING_PORT)),
         ("--attention-backend", text),
         ("--mm-attention-backend", tower),
-        # Requests have no top-k and top-p: every backend draws with torch, and this one compiles nothing.
+        # Without top-k every backend draws with torch, and this one compiles nothing.
         ("--sampling-backend", "pytorch"),
         # No request has a grammar.
         ("--grammar-backend", "none"),

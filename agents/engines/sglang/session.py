@@ -41,7 +41,7 @@ class SGLangSession:
             salt = self._current_salt()
             try:
                 body = generate_body(request, turn.ids, engine.next_request_id(), engine.image_token_id, adapter)
-                answer = parse_answer(await engine.send(server, body, request.images, salt))
+                answer = parse_answer(await engine.send(server, body, request.images, salt), request.sampling)
                 if answer.prompt_length is None:
                     engine.adapters.note_unended(server.client, adapter)
                 if not engine.is_current(answer.version):
@@ -50,7 +50,7 @@ class SGLangSession:
                 if answer.prompt_length is not None and not turn.num_misread:
                     turn.num_misread = answer.prompt_length - len(request.ids) - len(turn.ids)
                 turn.note_cached(answer.num_cached)
-                turn.append(answer.ids, answer.logprobs)
+                turn.append(answer.ids, answer.logprobs, answer.kept_NK)
                 turn.stamp(engine.weight_version)
                 turn.finish = answer.finish
                 # A pause explains an answer without a token; otherwise one that never ends would be asked for again.

@@ -32,7 +32,7 @@ import pickle
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -62,6 +62,7 @@ from agents.engines.sglang.in_server.kept_images import (
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, ProcessedImage, SamplingParams
+from tests.builders import full_logprobs
 
 #: The releases that this speaks like.
 OLD, NEW = "0.5.15.post1", "0.5.23"
@@ -284,6 +285,9 @@ class Emulator:
                 params["temperature"],
                 tuple(params["stop_token_ids"]),
                 tuple(int(token) for token in params["logit_bias"] or ()),
+                max(0, params["top_k"]),
+                params["top_p"],
+                params["min_p"],
             ),
             seed=zlib.crc32(body["rid"].rpartition("-")[2].encode()),  # of its number: every run writes the same
         )
@@ -305,12 +309,25 @@ class Emulator:
             "weight_version": self.version,
             "output_token_logprobs": [[x, i, None] for x, i in zip(logprobs, written, strict=True)],
         }
+        if num_shown := body.get("top_logprobs_num"):
+            meta |= self._among_all(generate, written, num_shown)
         if self.release == NEW and written:
             meta["weight_versions"] = [{"version": self.version, "start": 0, "end": len(written)}]
         if finish == "abort" and not written:
             del meta["prompt_tokens"], meta["cached_tokens"]
             self.users[body.get("lora_path")] += 1  # as above
         return web.json_response({"output_ids": list(written), "meta_info": meta})
+
+    def _among_all(self, request: GenerateRequest, written: Sequence[int], num_shown: int) -> dict[str, Any]:
+        """Return the log-probs of tokens among all ids, and the most likely ids at each (as read in the source)."""
+        with torch.inference_mode():
+            table = full_logprobs(self.engine.model, (*request.ids, *written), request.images, request.sampling)
+        table = table[len(request.ids) - 1 :]
+        tops = zip(*(part.tolist() for part in table.topk(num_shown)), strict=True)
+        return {
+            "output_token_logprobs": [[float(row[i]), i, None] for row, i in zip(table, written, strict=True)],
+            "output_top_logprobs": [[[x, i, None] for x, i in zip(*top, strict=True)] for top in tops],
+        }
 
     def _longest_prefix(self, key: str, request: GenerateRequest) -> CachedPrefix:
         """Return the longest part of a stream that was read under a key, by whatever weights. Its last token is always

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from agents.engines.hf import HFEngine
 from agents.engines.hf_batch import BatchTurn, CachedPrefix, Sampler
+from agents.engines.pending_turn import PendingTurn
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import sampling_logprobs
 from agents.rendering.renderer import Renderer
@@ -237,6 +238,56 @@ def test_suppressed_ids_are_never_sampled_and_have_no_probability(engine: HFEngi
     assert not {i for completion in done for i in completion.ids} & set(likely)
     without = asyncio.run(play(engine, [request(prompt, free, 40, seed=seed) for seed in range(10)]))
     assert {i for completion in without for i in completion.ids} & set(likely)
+
+
+def kept_by_hand(logprobs_V: torch.Tensor, params: SamplingParams) -> set[int]:
+    """Return the ids that may be drawn, one after the other as SGLang's sampler cuts them."""
+    kept: set[int] = set()
+    before = 0.0
+    most = float(logprobs_V.max().exp())
+    for token in logprobs_V.argsort(descending=True).tolist()[: params.top_k]:
+        probability = float(logprobs_V[token].exp())
+        if before <= params.top_p and probability >= params.min_p * most:
+            kept.add(token)
+        before += probability
+    return kept
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [{"top_k": 5}, {"top_k": 256, "top_p": 0.6}, {"top_k": 3, "top_p": 0.9}, {"top_k": 40, "min_p": 0.2}],
+    ids=str,
+)
+def test_tokens_are_drawn_from_their_sets_with_the_log_probs_among_these(
+    cuts: dict[str, Any], engine: HFEngine, renderer: Renderer
+) -> None:
+    prompt = renderer.prompt(question("Find x."))
+    whole = replace(sampling(renderer, temperature=1.3), stop_ids=())
+    params = replace(whole, **cuts)
+    # Beside turns that are drawn from all ids, and a turn that ends early: its row is left out of the batch.
+    asked = [request(prompt, whole, 9, seed=50), *(request(prompt, params, 3 + 8 * n, seed=n) for n in range(4))]
+    plain, *done = asyncio.run(play(engine, asked))
+    assert plain.kept_NK is None
+    for completion in done:
+        table = full_logprobs(engine.model, prompt.ids + completion.ids, (), params)[len(prompt.ids) - 1 :].detach()
+        assert completion.kept_NK is not None and completion.kept_NK.shape == (len(completion.ids), params.top_k)
+        for token, logprob, kept_K, row_V in zip(
+            completion.ids, completion.logprobs, completion.kept_NK.tolist(), table, strict=True
+        ):
+            assert set(kept_K) == kept_by_hand(row_V, params) and token in kept_K
+            among = row_V[sorted(set(kept_K))].logsumexp(-1)
+            assert logprob == pytest.approx(float(row_V[token] - among), abs=1e-5)
+    assert any(len(set(kept_K)) > 1 for completion in done for kept_K in completion.kept_NK.tolist())
+
+
+def test_a_pause_keeps_the_sets_of_the_tokens_before_it() -> None:
+    asked = GenerateRequest((1,), (), 30, SamplingParams(top_k=2), seed=11)
+    turn = PendingTurn(asked)
+    turn.append([4], [-1.0], np.array([[4, 5]], dtype=np.int32))
+    turn.append([], [])
+    turn.append([7, 6], [-1.0, -1.0], np.array([[7, 7], [6, 1]], dtype=np.int32))
+    kept = turn.completion().kept_NK
+    assert kept is not None and kept.tolist() == [[4, 5], [7, 7], [6, 1]]
 
 
 def test_sampling_logprobs_are_a_softmax_over_what_is_left() -> None:

@@ -35,7 +35,7 @@ from agents.engines.sglang.process import LocalProcess, ReservedPorts
 from agents.engines.weight_servers import EngineDown, ServerRefused
 from agents.model.architectures import ModelFacts
 from agents.model.policy import PolicyModel
-from agents.model.stream_logprobs import stream_logprobs
+from agents.model.stream_logprobs import kept_ids, sampling_logprobs, stream_logprobs
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import ABORT, Episode, Limits
 from agents.rollout.groups import GroupProblem, RolloutOptions
@@ -45,7 +45,7 @@ from envs.env import Env
 from envs.errors import UserError
 from envs.spec import EnvLimits
 from tests.agents.engines.sglang_server import NEW, OLD
-from tests.builders import mixed_logprobs, sampling, versions_of
+from tests.builders import full_logprobs, mixed_logprobs, sampling, versions_of
 from tests.prompts import make_image, question, sample
 from tests.servers import emulator, serving
 from trainer.setup.servers import check_server
@@ -249,6 +249,30 @@ def test_episodes_on_a_server_have_the_networks_own_logprobs_and_our_prompt_leng
         assert trajectory.end_reason.is_valid, trajectory
         assert wrong(model, trajectory, renderer.suppressed_ids) < 1e-4
         assert set(versions_of(trajectory)[trajectory.mask_T].tolist()) == {0}
+
+
+@pytest.mark.parametrize("cuts", [{"top_k": 20, "top_p": 0.8}, {"top_k": 256}, {"top_k": 30, "min_p": 0.1}], ids=str)
+def test_what_tokens_of_a_server_were_drawn_from_is_what_the_network_says(
+    cuts: dict[str, Any], url: str, renderer: Renderer, model: PolicyModel
+) -> None:
+    params = replace(sampling(renderer), stop_ids=STOP_SOON, **cuts)
+
+    async def play(engine: SGLangEngine) -> list[Trajectory]:
+        loop = Episode(engine, renderer, Limits(3, 400, EnvLimits(inline=True)), params)
+        problem = sample("Find x.", make_image(), id="x")
+        return [await loop.run(problem, ImageEnv, seed=seed) for seed in range(3)]
+
+    for trajectory in with_engine(external(url), renderer, play):
+        assert trajectory.end_reason.is_valid and trajectory.kept_NK is not None, trajectory
+        with torch.inference_mode():
+            table = full_logprobs(model, trajectory.ids_T.tolist(), trajectory.images, params)
+        places = np.flatnonzero(trajectory.mask_T)
+        rows_NV = table[places - 1]
+        expected_NK = kept_ids(rows_NV, params)
+        assert [set(row) for row in trajectory.kept_NK.tolist()] == [set(row) for row in expected_NK.tolist()]
+        own = sampling_logprobs(rows_NV, SamplingDistribution(), expected_NK)
+        own_N = own.gather(-1, torch.from_numpy(trajectory.ids_T[places])[:, None])[:, 0]
+        assert np.abs(own_N.numpy() - trajectory.logprobs_T[places]).max() < 1e-4
 
 
 def changed(model: PolicyModel, folder: Path, renderer: Renderer) -> PolicyModel:

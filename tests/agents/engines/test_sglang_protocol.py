@@ -20,6 +20,7 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
+from agents.engines.pending_turn import PendingTurn
 from agents.engines.sglang import SGLangEngine, SGLangSettings
 from agents.engines.sglang.client import MAX_ANSWER, SGLangClient, authorization
 from agents.engines.sglang.engine import MAX_GIVEN_UP
@@ -35,6 +36,7 @@ from agents.engines.sglang.releases import UNKNOWN, Release
 from agents.engines.sglang.session import MAX_TRIES, pause_s
 from agents.engines.weight_servers import Adapter, EngineDown, ServerLost, ServerRefused
 from agents.model.architectures import NO_IMAGE_TOKEN, ModelFacts
+from agents.rollout.invariants import broken_turn
 from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingParams
 from envs.errors import UserError
 from tests.prompts import make_image
@@ -598,20 +600,75 @@ class _Late:
 
 
 def test_an_answer_is_read_whole() -> None:
-    answer = parse_answer(written(4, 5, finish="stop", prompt=12, version="3", cached=7))
+    answer = parse_answer(written(4, 5, finish="stop", prompt=12, version="3", cached=7), SamplingParams())
     assert (answer.ids, answer.logprobs, answer.finish) == ([4, 5], [-1.0, -2.0], "stop")
     assert (answer.prompt_length, answer.num_cached, answer.version) == (12, 7, "3")
+
+
+CUT = SamplingParams(top_k=3, top_p=0.7)
+
+
+def cut(*tokens: int) -> Any:
+    """Return an answer whose tokens were drawn where ids 4, 5 and 6 have the probabilities 0.5, 0.25 and 0.25."""
+    top = [[math.log(0.5), 4, None], [math.log(0.25), 5, None], [math.log(0.25), 6, None]]
+    given = written(*tokens)
+    shown = {token: logprob for logprob, token, _ in top}
+    pairs = [[shown.get(token, math.log(0.001)), token, None] for token in tokens]
+    given["meta_info"] |= {"output_token_logprobs": pairs, "output_top_logprobs": [top] * len(tokens)}
+    return given
+
+
+def test_a_request_with_top_k_asks_for_the_most_likely_ids() -> None:
+    body = generate_body(asked(top_k=20, top_p=0.9), [], "name", None)
+    assert (body["sampling_params"]["top_k"], body["sampling_params"]["top_p"]) == (20, 0.9)
+    assert body["top_logprobs_num"] == 20
+    assert "top_logprobs_num" not in generate_body(asked(), [], "name", None)
+
+
+def test_the_ids_that_a_server_drew_from_are_found_again() -> None:
+    answer = parse_answer(cut(4, 5), CUT)
+    assert answer.kept_NK is not None and answer.kept_NK.tolist() == [[4, 5, 4], [4, 5, 4]]
+    assert answer.logprobs == pytest.approx([math.log(2 / 3), math.log(1 / 3)])
+    likely = parse_answer(cut(4), SamplingParams(top_k=3, min_p=0.6))
+    assert likely.kept_NK is not None and likely.kept_NK.tolist() == [[4, 4, 4]]
+    assert likely.logprobs == pytest.approx([0.0])
+
+
+def test_of_equally_likely_ids_the_one_that_was_drawn_is_kept() -> None:
+    answer = parse_answer(cut(6), CUT)
+    assert answer.kept_NK is not None and answer.kept_NK.tolist() == [[4, 6, 4]]
+    assert answer.logprobs == pytest.approx([math.log(1 / 3)])
+
+
+def test_a_token_that_the_cuts_leave_out_breaks_the_stream() -> None:
+    request = asked(max_new_tokens=1, top_k=3, top_p=0.7)
+    answer = parse_answer(cut(9), request.sampling)
+    turn = PendingTurn(request)
+    turn.append(answer.ids, answer.logprobs, answer.kept_NK)
+    turn.stamp(0)
+    assert broken_turn(1, request, turn.completion()) == (
+        "turn 1: token 1, id 9, is none of the ids that it was drawn from"
+    )
+
+
+@pytest.mark.parametrize("top", [None, [], [[[-1.0, 4, None]]], [[["x", 4], [-1.0, 5], [-2.0, 6]]], [7]])
+def test_an_answer_without_the_most_likely_ids_loses_the_server(top: Any) -> None:
+    given = cut(4)
+    given["meta_info"]["output_top_logprobs"] = top
+    with pytest.raises(ServerLost, match="no answer: "):
+        parse_answer(given, CUT)
 
 
 def test_log_probs_and_counts_that_are_null_are_nan_and_none() -> None:
     given = written(4, finish="abort", prompt=None)
     given["meta_info"]["output_token_logprobs"][0][0] = None
-    answer = parse_answer(given)
+    answer = parse_answer(given, SamplingParams())
     assert math.isnan(answer.logprobs[0])
     assert (answer.prompt_length, answer.num_cached) == (None, 0)
     empty = written(finish="abort", prompt=5)
     empty["meta_info"]["output_token_logprobs"] = None
-    assert (parse_answer(empty).ids, parse_answer(empty).prompt_length) == ([], 5)
+    answer = parse_answer(empty, SamplingParams())
+    assert (answer.ids, answer.prompt_length) == ([], 5)
 
 
 @pytest.mark.parametrize(
@@ -630,7 +687,7 @@ def test_log_probs_and_counts_that_are_null_are_nan_and_none() -> None:
 )
 def test_an_answer_that_is_none_loses_the_server(broken: Any) -> None:
     with pytest.raises(ServerLost, match="no answer: "):
-        parse_answer(broken)
+        parse_answer(broken, SamplingParams())
 
 
 def test_scores_are_those_of_all_ids_but_the_first() -> None:

@@ -210,3 +210,56 @@ def test_in_bfloat16_scores_are_those_of_its_values_in_float32() -> None:
     gradients = torch.autograd.grad(weighted(*got, 0.7, -0.4), half)
     for ours, theirs in zip(gradients, torch.autograd.grad(weighted(*expected, 0.7, -0.4), half), strict=True):
         assert ours.dtype == torch.bfloat16 and relative(ours, theirs) < 0.01
+
+
+def sets(targets_N: Tensor) -> Tensor:
+    """Return five ids for each place, the target's among them, some more than once."""
+    rng = torch.Generator().manual_seed(7)
+    return torch.cat([targets_N[:, None], torch.randint(8, 40, (N, 3), generator=rng), targets_N[:, None]], dim=-1)
+
+
+def exact_in_sets(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies, in float64, of each place among the distinct ids of its set alone."""
+    places = []
+    for hidden_H, target, kept_K in zip(hidden_NH, targets_N, sets(targets_N), strict=True):
+        ids = sorted(set(kept_K.tolist()))
+        logprobs_K = (weight_VH[ids].double() @ hidden_H.double() / LAWS["both"].temperature).log_softmax(-1)
+        places.append((logprobs_K[ids.index(int(target))], -(logprobs_K.exp() * logprobs_K).sum()))
+    logprobs, entropies = zip(*places, strict=True)
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("places", [1, 4, 1000])
+def test_scores_and_gradients_in_sets_are_those_of_their_ids_alone(
+    places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_logprobs, "CHUNK_VALUES", places * V)
+    tensors = inputs()
+    kept_NK = sets(tensors[2])
+    scores = linear_scores(*tensors, LAWS["both"], kept_NK=kept_NK)
+    expected = exact_in_sets(*tensors)
+    for got, wanted in zip(scores, expected, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=2e-5)
+    gradients = torch.autograd.grad(weighted(*scores, 0.7, -0.4), tensors[:2])
+    for ours, theirs in zip(gradients, torch.autograd.grad(weighted(*expected, 0.7, -0.4), tensors[:2]), strict=True):
+        assert relative(ours, theirs) < 1e-5
+    never = [token for token in range(V) if token not in kept_NK]
+    assert never and not gradients[1][never].any()
+
+
+def test_gradients_in_sets_are_finite_differences() -> None:
+    tensors = inputs(seed=3)
+    kept_NK = sets(tensors[2])
+    scores = linear_scores(*tensors, LAWS["both"], kept_NK=kept_NK)
+    gradients = torch.autograd.grad(weighted(*scores, 0.7, -0.4), tensors[:2])
+    doubles = [tensor.detach().double() for tensor in tensors[:2]]
+    step = 1e-5
+    for number, gradient in enumerate(gradients):
+        for index in range(0, gradient.numel(), 7):
+            ends = []
+            for sign in (1, -1):
+                moved = [double.clone() for double in doubles]
+                moved[number].view(-1)[index] += sign * step
+                ends.append(float(weighted(*exact_in_sets(*moved, tensors[2]), 0.7, -0.4)))
+            slope = (ends[0] - ends[1]) / (2 * step)
+            assert float(gradient.flatten()[index]) == pytest.approx(slope, rel=1e-4, abs=1e-4)

@@ -80,6 +80,18 @@ def test_a_recorded_episode_becomes_the_trajectory_that_it_was(tmp_path: Path) -
     assert not same(recording.trajectory(episode), replace(expected, seed=7))
 
 
+def test_the_ids_that_a_token_was_drawn_from_are_read_back(tmp_path: Path) -> None:
+    kept_NK = np.array([[7, 6, 6], [151_642, 8, 0]], dtype=np.int32)
+    with recorder_in(tmp_path) as recorder:
+        recorder.write(replace(trajectory([5, 6, 7, 8], [0, 1, 0, 1]), kept_NK=kept_NK), step=1)
+        recorder.write(trajectory([5, 6, 7, 8], [0, 1, 0, 1]), step=1)
+    recording = Recording.open(tmp_path)
+    cut, whole = map(recording.trajectory, recording.episodes())
+    assert cut.kept_NK is not None and np.array_equal(cut.kept_NK, kept_NK)
+    assert whole.kept_NK is None
+    assert "kept" not in recorded(tmp_path)[1]
+
+
 def test_log_probs_keep_every_bit_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
     values = np.random.default_rng(1).normal(-3, 5, 1000).astype(np.float32)
     with recorder_in(tmp_path) as recorder:

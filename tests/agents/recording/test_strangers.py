@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image
 
@@ -161,6 +163,10 @@ def _mask_of_a_tool(line: dict[str, Any]) -> None:
     line["mask"][line["turns"][0]["end"]] = 1
 
 
+def _sets(kept_N: np.ndarray) -> str:
+    return base64.b64encode(kept_N.astype("<i4").tobytes()).decode()
+
+
 def _turn(name: str, value: int) -> Callable[[dict[str, Any]], None]:
     return lambda line: line["turns"][0].update({name: value})
 
@@ -181,6 +187,16 @@ STREAMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an id too many": (lambda line: line["ids"].append(1), "lengths differ"),
     "an id of 100 bits": (lambda line: line["ids"].__setitem__(0, 2**100), "less than 9223372036854775808"),
     "a reward that is no number": (lambda line: line.update(reward=float("nan")), "reward: Input should be a finite"),
+    "half a set of ids": (lambda line: line.update(kept="AAA="), "kept has 2 bytes for"),
+    "sets of ids of no token": (
+        lambda line: line.update(kept=_sets(np.arange(8)), logprobs=[]),
+        "kept has 32 bytes for 0 tokens",
+    ),
+    "sets of ids that are no text of bytes": (lambda line: line.update(kept="A"), "kept: Base64 decoding error"),
+    "a token that is not in its set": (
+        lambda line: line.update(kept=_sets(np.full(len(line["logprobs"]), 2**30))),
+        "is none of the ids that it was drawn from",
+    ),
     "another schema": (lambda line: line.update(schema_version=3), "must be a recording of schema 4, got 3"),
 }
 

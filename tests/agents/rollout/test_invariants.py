@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -332,6 +333,23 @@ BROKEN_ANSWERS: dict[str, tuple[Completion, str]] = {
 @pytest.mark.parametrize(("answer", "rule"), BROKEN_ANSWERS.values(), ids=BROKEN_ANSWERS.keys())
 def test_a_broken_answer_is_named(answer: Completion, rule: str) -> None:
     assert broken_turn(2, REQUEST, answer) == rule
+
+
+@pytest.mark.parametrize(
+    ("kept", "rule"),
+    [
+        (None, "turn 2: 2 tokens need 2 ids each that they were drawn from, got None"),
+        ([[5, 6, 7], [5, 6, 7]], "turn 2: 2 tokens need 2 ids each that they were drawn from, got (2, 3)"),
+        ([[5, 6]], "turn 2: 2 tokens need 2 ids each that they were drawn from, got (1, 2)"),
+        ([[5, 6], [5, 7]], "turn 2: token 2, id 6, is none of the ids that it was drawn from"),
+        ([[5, -1], [5, 6]], "turn 2: a token was drawn from id -1"),
+        ([[5, 7], [6, 6]], None),
+    ],
+)
+def test_a_token_needs_the_ids_that_it_was_drawn_from(kept: Any, rule: str | None) -> None:
+    asked = replace(REQUEST, sampling=replace(REQUEST.sampling, top_k=2))
+    kept_NK = None if kept is None else np.array(kept, dtype=np.int32)
+    assert broken_turn(2, asked, replace(ANSWER, kept_NK=kept_NK)) == rule
 
 
 def test_answers_that_break_no_rule() -> None:

@@ -25,7 +25,7 @@ from envs.registry import get_spec
 from envs.spec import EnvSpec
 from envs.tool_calls.thinking import ThinkingSetting
 from tests.agents.rendering.template_cases import renderer_for
-from trainer.setup.components import build_episode
+from trainer.setup.components import build_episode, sampling_params
 
 SPEC = get_spec("calculator")
 SAMPLES = SPEC.load_dataset("train", 1, 0)
@@ -52,7 +52,7 @@ def loop(
 ) -> Episode:
     spec = EnvSpec.model_validate({**SPEC.model_dump(), "thinking": thinking})
     written = engine(renderer.tokenizer, lambda turn, _: texts[turn])
-    return build_episode(written, renderer, spec, len(texts), max_new_tokens, 1.0)
+    return build_episode(written, renderer, spec, len(texts), max_new_tokens, sampling_params(renderer, 1.0))
 
 
 def played(name: str, *texts: str, thinking: ThinkingSetting = "auto", max_new_tokens: int = 2048) -> Trajectory:

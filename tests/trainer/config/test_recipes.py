@@ -32,6 +32,7 @@ from trainer.run import run
 READY = sorted(file.stem for file in SOURCES.ready.glob("*.yaml"))
 FIELDS = dict(leaves(RunConfig))
 MEGATRON = {("cluster", "backend"): "megatron"}
+TOP_K = {("rollout", "top_k"): 20}
 #: What else a field needs that no value of its own can have alone, and values that a rule over several fields allows.
 NEEDED = {
     "ray_address": {("cluster", "num_learners"): 2},
@@ -45,6 +46,8 @@ NEEDED = {
     "patience": {("evaluation", "eval_every"): 2},
     "keep_kv_cache": {("rollout", "max_staleness"): 1},
     "discount": {("algorithm", "advantage"): "turn"},
+    "top_p": TOP_K,
+    "min_p": TOP_K,
 }
 VALUES = {
     "curriculum_shares": (0.2, 0.6, 0.2),
@@ -182,9 +185,11 @@ def test_a_kept_configuration_is_the_printed_one_without_what_it_was_resumed_fro
 @pytest.mark.parametrize("path", FIELDS, ids=".".join)
 def test_a_resumed_run_stays_the_run_that_it_was(path: FieldPath) -> None:
     other = RunConfig.model_validate(nested(given(path)))
-    base = RunConfig.model_validate(nested(MEGATRON if NEEDED.get(path[-1], {}).keys() & MEGATRON else {}))
+    needed = NEEDED.get(path[-1], {})
+    base = RunConfig.model_validate(nested({place: needed[place] for place in needed.keys() & (MEGATRON | TOP_K)}))
     adapters = {"lora_rank", "lora_alpha", "lora_targets"}
-    fixed = {"tools", "seed", "problems_per_step", "group_size", "freeze_vision", "out", "name", "backend"} | adapters
+    fixed = {"tools", "seed", "problems_per_step", "group_size", "top_k", "freeze_vision", "out", "name", "backend"}
+    fixed |= adapters
     if path[0] in ("env", "data", "model") or path[-1] in fixed:
         with pytest.raises(UserError, match="must stay as in the run, which has"):
             check_resumable(other, base)

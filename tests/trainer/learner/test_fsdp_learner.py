@@ -246,6 +246,29 @@ def test_images_and_several_messages_in_later_turns_leave_no_gap_to_the_trainer(
     assert len(stats.kl_by_turn) == 3 and max(stats.kl_by_turn) < 1e-8
 
 
+def test_old_new_and_reference_log_probs_are_those_among_the_ids_that_a_token_was_drawn_from(
+    checkpoint: Path, renderer: Renderer
+) -> None:
+    any_word = tuple(range(30, renderer.tokenizer.vocab_size, 3))
+    params = SamplingParams(1.2, any_word, renderer.suppressed_ids, top_k=256, top_p=0.9)
+    episode = Episode(HFEngine(fresh_model(checkpoint)), renderer, Limits(max_turns=3, max_new_tokens=900), params)
+    samples = [Sample(str(number), prompt, label="5") for number, prompt in enumerate(PROMPTS[:2])]
+    groups = asyncio.run(rollout_groups(episode, samples, Gallery, None, group_size=4, seed=3))
+    images = renderer.images
+    taken = samples_of(groups, renderer.image_token_id, images.merge_size)
+    penalised = AlgorithmConfig(kl_coef=0.1)
+    stats = take_step(checkpoint, taken, params, OPTIM, algorithm=penalised).stats
+    assert stats.rollout_train_kl < 1e-10 and stats.logprob_gap_max < 1e-4
+    # The reference is the policy itself before its first update.
+    assert stats.objective["ref_kl"] == pytest.approx(0, abs=1e-7)
+    twice = take_step(checkpoint, taken, params, OPTIM.model_copy(update={"epochs": 2}), algorithm=penalised).stats
+    assert twice.rollout_train_kl < 1e-10
+    # Over all ids, the same tokens would be those of another policy.
+    whole = take_step(checkpoint, [replace(sample, kept_NK=None) for sample in taken], params, OPTIM).stats
+    assert whole.rollout_train_kl > 1e-3
+    assert whole.entropy > stats.entropy > 0
+
+
 def test_the_gap_is_reported_turn_by_turn(checkpoint: Path, params: SamplingParams) -> None:
     """Log-probs that are off by 0.1 in the second turn alone, and by 0.3 in the third."""
     ids, mask = [5, 6, 31, 32, 33, 7, 34, 8, 35, 36], [0, 0, 1, 1, 1, 0, 1, 0, 1, 1]

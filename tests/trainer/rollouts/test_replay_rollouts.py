@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from agents.recording import Recording
 from agents.recording.gzip_lines import GzipLines
+from agents.recording.schema import EPISODES
 from agents.rendering.renderer import Renderer
 from agents.types import SamplingParams
 from envs.config.cli import parse
@@ -143,6 +144,30 @@ def test_training_on_recorded_rollouts_repeats_the_run_to_the_bit(
     exported, model = (load_file(folder / name / "model.safetensors") for name in (f"model-step-{STEPS}", "model"))
     assert all(torch.equal(exported[name], model[name]) for name in model)
     assert read_config(folder / "config.yaml").stages.replay_rollouts == recorded
+
+
+def test_the_ids_that_tokens_were_drawn_from_are_recorded_and_trained_on_again(
+    uneven: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--top-k", "20", "--top-p", "0.8", "--steps", "2", "--eval-size", "0", "--epochs", "2", "--kl-coef", "0.01"]
+    recorded = started(tmp_path / "recorded", *uneven, *argv)
+    assert all(row["rollout_train_kl"] < 1e-10 and row["grad_norm"] > 0 for row in metrics_of(recorded))
+    capsys.readouterr()
+    folder = replayed(tmp_path / "replay", recorded)
+    assert "figures are equal to the bit in all 2 steps" in said(capsys)
+    assert_same_training(folder, recorded, steps=2)
+    lines = lines_of(recorded / "episodes" / EPISODES)
+    assert all(line["kept"] for line in lines if line["logprobs"] and line["end_reason"] != "aborted")
+    for line in lines:
+        line.pop("kept", None)
+    (recorded / "episodes" / EPISODES).unlink()
+    file = GzipLines(recorded / "episodes" / EPISODES)
+    for line in lines:
+        file.append(json.dumps(line).encode())
+    with pytest.raises(UserError, match=r"must have 20 ids that each token was drawn from, .*, got 0"):
+        replayed(tmp_path / "without", recorded)
+    with pytest.raises(UserError, match="--top-k: must stay as in the recorded run, which has 20, got 30"):
+        replayed(tmp_path / "other", recorded, "--top-k", "30")
 
 
 @pytest.mark.slow
