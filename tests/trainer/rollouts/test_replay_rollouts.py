@@ -154,7 +154,7 @@ def test_the_ids_that_tokens_were_drawn_from_are_recorded_and_trained_on_again(
     assert all(row["rollout_train_kl"] < 1e-10 and row["grad_norm"] > 0 for row in metrics_of(recorded))
     capsys.readouterr()
     folder = replayed(tmp_path / "replay", recorded)
-    assert "figures are equal to the bit in all 2 steps" in said(capsys)
+    assert "are equal to the bit in 2 of 2 steps" in said(capsys)
     assert_same_training(folder, recorded, steps=2)
     lines = lines_of(recorded / "episodes" / EPISODES)
     assert all(line["kept"] for line in lines if line["logprobs"] and line["end_reason"] != "aborted")
