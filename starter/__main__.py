@@ -123,13 +123,19 @@ def _train(recipe: Recipe, stage: Stage, seed: int, model: Path, folder: Path, d
         "lr": stage.lr,
         "warmup-steps": stage.warmup_steps,
         "schedule": stage.schedule,
-        "weight-decay": recipe.weight_decay,
+        "config": _settings(folder.with_suffix(".yaml"), recipe),
         "device": device,
         "save-every": 100,
     }
     if device.startswith("cuda"):
         flags |= {"dtype": "bfloat16", "max-tokens-per-microbatch": 32_768}
     return sft([word for name, value in flags.items() for word in (f"--{name}", str(value))])
+
+
+def _settings(file: Path, recipe: Recipe) -> Path:
+    """Write the settings that have no flag to a file; return it."""
+    file.write_text(f"optim: {{weight_decay: {recipe.weight_decay}}}\n", encoding="utf-8")
+    return file
 
 
 def _write(file: Path, lessons: Lessons, count: int, num_workers: int) -> None:
