@@ -12,15 +12,14 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
+from benchmarks.report import RESULTS, ROOT, markdown, train_all
 
 #: What each arm of the comparison adds to the command.
 ARMS: Mapping[str, Sequence[str]] = {
@@ -33,7 +32,7 @@ POOLS = ("solved", "learnable", "unsolved", "unseen")
 ACCURACY = "eval/with_tool/accuracy"
 
 
-def train(arm: str, seed: int, args: argparse.Namespace, extra: Sequence[str], folder: Path) -> dict[str, Any]:
+def train(args: argparse.Namespace, extra: Sequence[str], arm: str, seed: int, folder: Path) -> dict[str, Any]:
     """Return the curves of one run: tokens sampled so far, groups that taught something, pools, held-out accuracy."""
     name = f"{arm}-{seed}"
     flags = ["--env", args.env, "--seed", str(seed), "--steps", str(args.steps), "--train-size", str(args.train_size)]
@@ -90,16 +89,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "curriculum.json")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     args, extra = parser.parse_known_args()
-    at = commit()
-    runs: list[dict[str, Any]] = []
-    command = " ".join(["python -m benchmarks.curriculum", *sys.argv[1:]])
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        wanted = [(arm, seed) for seed in args.seeds for arm in args.arms]
-        for done in as_completed([pool.submit(train, *each, args, extra, Path(folder)) for each in wanted]):
-            runs.append(done.result())
-            runs.sort(key=lambda run: wanted.index((run["arm"], run["seed"])))
-            write_result(args.out, command, {"runs_at_once": args.jobs, "runs": runs}, at, PACKAGES)
-    print(table(runs))
+    wanted = [(arm, seed) for seed in args.seeds for arm in args.arms]
+    one = partial(train, args, extra)
+    print(table(train_all("benchmarks.curriculum", wanted, one, args.jobs, args.out, PACKAGES)))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,30 @@ def write_result(path: Path, command: str, figures: Mapping[str, Any], at: str, 
         **figures,
     }
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def train_all(
+    module: str,
+    wanted: Sequence[tuple[str, int]],
+    train: Callable[[str, int, Path], dict[str, Any]],
+    jobs: int,
+    out: Path,
+    packages: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Return the runs that `train(variant, seed, folder)` makes, `jobs` at once, in the order in which they are wanted.
+
+    All that are done are in the result file after each run, since a benchmark may be stopped before its last.
+    """
+    at = commit()
+    command = " ".join([f"python -m {module}", *sys.argv[1:]])
+    done: dict[tuple[str, int], dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(train, *each, Path(folder)): each for each in wanted}
+        for run in as_completed(running):
+            done[running[run]] = run.result()
+            runs = [done[each] for each in wanted if each in done]
+            write_result(out, command, {"runs_at_once": jobs, "runs": runs}, at, packages)
+    return [done[each] for each in wanted]
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

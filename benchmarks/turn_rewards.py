@@ -11,14 +11,13 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
+from benchmarks.report import RESULTS, ROOT, markdown, train_all
 
 ADVANTAGES = ("grpo", "rloo", "turn", "gigpo")
 PACKAGES = ("torch", "transformers", "numpy", "pillow")
@@ -26,7 +25,7 @@ PACKAGES = ("torch", "transformers", "numpy", "pillow")
 WINDOW = 5
 
 
-def train(advantage: str, seed: int, args: argparse.Namespace, extra: Sequence[str], folder: Path) -> dict[str, Any]:
+def train(args: argparse.Namespace, extra: Sequence[str], advantage: str, seed: int, folder: Path) -> dict[str, Any]:
     """Return the rewards of one run: of each step, and on held-out problems before and after."""
     name = f"{advantage}-{seed}"
     flags = ["--env", "coins", "--advantage", advantage, "--seed", str(seed), "--steps", str(args.steps)]
@@ -70,16 +69,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "turn_rewards.json")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     args, extra = parser.parse_known_args()
-    at = commit()
-    runs: list[dict[str, Any]] = []
-    command = " ".join(["python -m benchmarks.turn_rewards", *sys.argv[1:]])
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        wanted = [(advantage, seed) for seed in args.seeds for advantage in args.advantages]
-        for done in as_completed([pool.submit(train, *each, args, extra, Path(folder)) for each in wanted]):
-            runs.append(done.result())
-            runs.sort(key=lambda run: wanted.index((run["advantage"], run["seed"])))
-            write_result(args.out, command, {"runs_at_once": args.jobs, "runs": runs}, at, PACKAGES)
-    print(table(runs))
+    wanted = [(advantage, seed) for seed in args.seeds for advantage in args.advantages]
+    one = partial(train, args, extra)
+    print(table(train_all("benchmarks.turn_rewards", wanted, one, args.jobs, args.out, PACKAGES)))
 
 
 if __name__ == "__main__":
