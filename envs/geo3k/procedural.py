@@ -64,10 +64,11 @@ class ProceduralGeo3k(MadeSamples):
         seed: int = 0,
         families: Sequence[str] | None = None,
         levels: Sequence[int] = LEVELS,
-        style: str = "plain",
+        style: str | None = None,
     ) -> None:
         if split not in SPLITS:
             raise UserError("split", "must be a known split", split, did_you_mean(split, SPLITS))
+        style = style or next(iter(self.styles))
         if style not in self.styles:
             raise UserError("style", "must be a known style", style, did_you_mean(style, self.styles))
         known = self.styles[style]

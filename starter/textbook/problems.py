@@ -68,17 +68,6 @@ class TextbookGeo3k(ProceduralGeo3k):
 
     styles = MappingProxyType({style: families for style, families in STYLES.items() if families is THEOREMS})
 
-    def __init__(
-        self,
-        split: Split,
-        size: int,
-        seed: int = 0,
-        families: Sequence[str] | None = None,
-        levels: Sequence[int] = LEVELS,
-        style: str = "textbook",
-    ) -> None:
-        super().__init__(split, size, seed, families, levels, style)
-
     def make_problem(self, family: str, level: int, rng: Random) -> Problem:
         """Return a problem of a theorem and a level that may be of any split."""
         return make_textbook_problem(family, level, rng)
