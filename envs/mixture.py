@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from envs.errors import UserError
 from envs.spec import EnvSpec
@@ -116,7 +117,7 @@ class MixedSamples:
         return replace(sample, metadata={**sample.metadata, ENVIRONMENT: env_id})
 
 
-_SHARES = TypeAdapter(dict[str, float])
+_SHARES = TypeAdapter(dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]])
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,6 @@ class MixtureEntry:
             shares = _SHARES.validate_python(entry["mixture"])
         except ValidationError as error:
             fix = "write mixture: {geo3k: 0.7, calculator: 0.3}"
-            raise UserError(f"{where} mixture", "must give each environment a share", entry["mixture"], fix) from error
-        shares = read_shares([f"{part}:{share}" for part, share in shares.items()])
+            rule = "must give each environment a share above 0"
+            raise UserError(f"{where} mixture", rule, entry["mixture"], fix) from error
         return cls(env_id, shares, str(entry.get("description", "")))

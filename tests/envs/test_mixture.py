@@ -60,6 +60,7 @@ def test_an_entry_of_a_file_mixes_the_environments_of_all_files(registry: Path) 
         ("{mixture: {easy: 1, guess: 1}}", "must be in the registry, got easy"),
         ("{mixture: {calculator: 1, guess: 1}, max_turns: 4}", "max_turns: cannot stand beside mixture, got 4"),
         ("{mixture: [calculator, guess]}", "mixture: must give each environment a share"),
+        ("{mixture: {calculator: 0, guess: 1}}", "mixture: must give each environment a share above 0"),
     ],
 )
 def test_a_wrong_entry_is_named_with_its_rule(registry: Path, entry: str, error: str) -> None:
