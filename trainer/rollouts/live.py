@@ -157,7 +157,9 @@ class LiveRollouts:
         self._step = version
         if config.rollout.curriculum:
             samples = context.train_samples
-            self._curriculum = Curriculum(config.rollout, config.seed, len(samples), self._environment, state.problems)
+            self._curriculum = Curriculum(
+                config.rollout, config.seed, len(samples), functools.cache(self._environment), state.problems
+            )
         # The configuration has the same names; a filter is code and is loaded apart.
         names = {field.name for field in fields(RolloutOptions)} - {"group_filter"}
         self._manager = RolloutManager(

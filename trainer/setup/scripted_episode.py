@@ -46,7 +46,7 @@ def try_functions(
     for env_id, first in first_samples(spec, samples).items():
         entry = spec.parts.get(env_id, spec)
         rewards = load_rewards(entry.reward)
-        played = [asyncio.run(_played(entry, build_env, args, renderer, sample)) for sample in first]
+        played = (asyncio.run(_played(entry, build_env, args, renderer, sample)) for sample in first)
         # A broken episode says nothing of the functions that judge it.
         scorable = next((episode for episode in played if episode.end_reason.is_valid), None)
         if scorable is None:
