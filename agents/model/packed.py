@@ -1,6 +1,7 @@
 """Packs token streams into one row, the input of `PolicyModel.token_scores`.
 
-Legend: T packed tokens, N chosen tokens, K ids that one was drawn from, M image placeholders.
+Legend: T packed tokens, N chosen tokens, K ids that one was drawn from (or experts of a token in one of L layers), M
+image placeholders.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class PackedStreams:
     """Sequences concatenated in one row, and the tokens to score.
 
     The logits at the places `before_N` predict the tokens `targets_N`, which were drawn from the ids `kept_NK`, or from
-    all without them. `placeholders_M` are the places of the image placeholders.
+    all without them. `placeholders_M` are the places of the image placeholders. `routes_TLK` are the experts that a
+    mixture's tokens take (`agents.model.routing`), -1 where a token chooses freely.
     """
 
     ids_T: Tensor
@@ -78,6 +80,7 @@ class PackedStreams:
     before_N: Tensor
     targets_N: Tensor
     kept_NK: Tensor | None = None
+    routes_TLK: Tensor | None = None
 
     @classmethod
     def build(

@@ -30,6 +30,7 @@ from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, needs_bucke
 from agents.model.linear_logprobs import float32_product, linear_scores
 from agents.model.mrope import mrope_positions
 from agents.model.packed import PackedStreams, VisionBatch
+from agents.model.routing import Routing
 from agents.model.vision import tower_inputs
 from agents.types import ProcessedImage, SamplingDistribution
 
@@ -59,6 +60,7 @@ class PolicyModel(nn.Module):
             self._vision_tower.config._attn_implementation = VISION_ATTENTION
         if self.architecture.deepstack:
             self._decoder._deepstack_process = add_features
+        self.routing = Routing(self._decoder)
 
     @classmethod
     def load(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> PolicyModel:
@@ -173,6 +175,7 @@ class PolicyModel(nn.Module):
         else:
             places = ()
         cached = {_cache_name(type(self._decoder)): cache}
+        self.routing.begin(None)
         hidden_BTH = self._hidden(ids_BT, positions_3BT, vision, places, attention_mask=attention_mask, **cached)
         return float32_logits(hidden_BTH[select], self.backbone.lm_head)
 
@@ -186,12 +189,16 @@ class PolicyModel(nn.Module):
         last = (rows_B, torch.zeros_like(rows_B))
         return self(ids_B[:, None], positions_3B1, seen_BC[:, None, None], last, None, cache)
 
-    def token_scores(self, packed: PackedStreams, distribution: SamplingDistribution) -> tuple[Tensor, Tensor]:
+    def token_scores(
+        self, packed: PackedStreams, distribution: SamplingDistribution, keeps_chosen: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return the log-prob of each chosen token and the entropy in nats at its place, both (N,) float32.
 
         This is the network of `forward` over one packed row: nothing is padded, and only one chunk of logits
-        (`agents.model.linear_logprobs`) exists at a time.
+        (`agents.model.linear_logprobs`) exists at a time. A mixture's tokens go to the experts of `packed.routes_TLK`;
+        with `keeps_chosen`, `routing.chosen()` then has those that they went to.
         """
+        self.routing.begin(packed.routes_TLK, keeps_chosen)
         row = torch.zeros_like(packed.placeholders_M)
         # Transformers passes on a mask of four dimensions unchanged, so it makes none over the whole row.
         unused_1111 = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.device)

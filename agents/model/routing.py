@@ -1,0 +1,83 @@
+"""Chooses the experts of each token in a mixture of experts: freely, or as an engine chose them before.
+
+A route is the choice of one token: its experts in every layer. An engine and a trainer that compute the same token
+round differently, and then some of its layers go to other experts. With the engine's routes the trainer computes the
+network that has written the token; the gradient flows through the weights of the given experts.
+
+Legend: T tokens, L decoder layers, K experts of a token, E experts.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Routing:
+    """All gates of a decoder, the modules that choose experts; a dense network has none.
+
+    Example::
+
+        routing = Routing(decoder)
+        routing.begin(routes_TLK)                # the next forward, and its backward, take these experts
+        routing.begin(None, keeps_chosen=True)   # the next forward chooses for itself
+        decoder(...)
+        routing.chosen()                         # (T, L, K): what it chose
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        self._num_layers = len(decoder.layers)
+        #: By the number of the layer: some layers of a mixture may be dense.
+        self._gates: dict[int, Any] = {}
+        for number, layer in enumerate(decoder.layers):
+            gate: Any = getattr(layer.mlp, "gate", None)
+            if gate is None:
+                continue
+            gate.routes_TK = None
+            gate.keeps_chosen = False
+            gate.forward = MethodType(_route, gate)
+            self._gates[number] = gate
+
+    def __bool__(self) -> bool:
+        """Whether the network is a mixture."""
+        return bool(self._gates)
+
+    def begin(self, routes_TLK: Tensor | None, keeps_chosen: bool = False) -> None:
+        """Set the routes of the next forward: integers, -1 where a token chooses freely; None where all tokens do.
+
+        They stay until the next call, since a backward computes recomputed blocks again.
+        """
+        for number, gate in self._gates.items():
+            gate.keeps_chosen = keeps_chosen
+            # Its own memory: a compiled block copies inputs that begin in the middle of another's.
+            gate.routes_TK = None if routes_TLK is None else routes_TLK[:, number].contiguous()
+
+    def chosen(self) -> Tensor:
+        """Return the experts of the last forward that kept them, (T, L, K) int16; 0 in a dense layer.
+
+        Tokens are in the order of the rows of the batch, padding included.
+        """
+        by_layer = {number: gate.chosen_TK for number, gate in self._gates.items()}
+        dense_TK = torch.zeros_like(next(iter(by_layer.values())))
+        return torch.stack([by_layer.get(number, dense_TK) for number in range(self._num_layers)], 1).to(torch.int16)
+
+
+def _route(gate: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits (T, E), and the weights and numbers of the experts (T, K), as Transformers' gates do.
+
+    Without routes the results equal those of Transformers to the bit.
+    """
+    logits_TE = functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
+    probs_TE = functional.softmax(logits_TE, dtype=torch.float, dim=-1)
+    experts_TK = probs_TE.topk(gate.top_k, dim=-1).indices
+    if gate.routes_TK is not None:
+        experts_TK = torch.where(gate.routes_TK < 0, experts_TK, gate.routes_TK)
+    if gate.keeps_chosen:
+        gate.chosen_TK = experts_TK
+    weights_TK = probs_TE.gather(-1, experts_TK)
+    weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return logits_TE, weights_TK.to(logits_TE.dtype), experts_TK
