@@ -30,8 +30,8 @@ class TrainingSample:
     `weight` already holds the update's global denominator (`trainer.algorithms.aggregation`), so gradients of
     micro-batches and ranks simply add up, however the samples are split. `key` is `Trajectory.key`.
     The first `prefix_length` tokens, with `num_prefix_images` of the images, are the prompt, which other samples may
-    share. `turns_T` is the model turn of each token, from 1; 0 for tokens that the model did not write. `kept_NK` is
-    `Trajectory.kept_NK`.
+    share. `turns_T` is the model turn of each token, from 1; 0 for tokens that the model did not write. `kept_NK` and
+    `routes_RLK` are those of `Trajectory`.
     """
 
     ids_T: NDArray[np.int64]
@@ -46,6 +46,7 @@ class TrainingSample:
     weight: float
     key: tuple[int, int, int] = (0, 0, 0)
     kept_NK: NDArray[np.int32] | None = None
+    routes_RLK: NDArray[np.uint8 | np.uint16] | None = None
 
     @property
     def advantages_N(self) -> NDArray[np.float32]:

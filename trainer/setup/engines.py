@@ -105,7 +105,7 @@ def run_engine(
     built = build_engine(engine, model, config.engine_choice[0], source, folder, TrainableEngine, room)
     if config.rollout.top_k and not capabilities_of(built).gives_kept_ids:
         rule = f"needs an engine that says what each token was drawn from, which {type(built).__name__} does not"
-        fix = "leave --top-k, --top-p and --min-p out, or see Capabilities.gives_kept_ids in agents/engines/base.py"
+        fix = "leave --top-k, --top-p and min_p out, or see Capabilities.gives_kept_ids in agents/engines/base.py"
         raise UserError("--top-k", rule, config.rollout.top_k, fix)
     if isinstance(built, SGLangEngine) and config.starts_servers:
         if learner.lora_rank and engine.sync in WITH_ADAPTERS:
