@@ -175,8 +175,10 @@ class PolicyModel(nn.Module):
         else:
             places = ()
         cached = {_cache_name(type(self._decoder)): cache}
-        self.routing.begin(None)
+        self.routing.begin(None, keeps_chosen=cache is not None)
         hidden_BTH = self._hidden(ids_BT, positions_3BT, vision, places, attention_mask=attention_mask, **cached)
+        if cache is not None and self.routing.shape:
+            cache.add_routes(self.routing.chosen())
         return float32_logits(hidden_BTH[select], self.backbone.lm_head)
 
     def next_logits(self, ids_B: Tensor, positions_B: Tensor, seen_BC: Tensor, cache: Any) -> Tensor:

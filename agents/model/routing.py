@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from agents.types import RouteShape
+
 
 class Routing:
     """All gates of a decoder, the modules that choose experts; a dense network has none.
@@ -30,7 +32,8 @@ class Routing:
     """
 
     def __init__(self, decoder: Any) -> None:
-        self._num_layers = len(decoder.layers)
+        #: None in a dense network.
+        self.shape: RouteShape | None = None
         #: By the number of the layer: some layers of a mixture may be dense.
         self._gates: dict[int, Any] = {}
         for number, layer in enumerate(decoder.layers):
@@ -41,10 +44,7 @@ class Routing:
             gate.keeps_chosen = False
             gate.forward = MethodType(_route, gate)
             self._gates[number] = gate
-
-    def __bool__(self) -> bool:
-        """Whether the network is a mixture."""
-        return bool(self._gates)
+            self.shape = RouteShape(len(decoder.layers), gate.num_experts, gate.top_k)
 
     def begin(self, routes_TLK: Tensor | None, keeps_chosen: bool = False) -> None:
         """Set the routes of the next forward: integers, -1 where a token chooses freely; None where all tokens do.
@@ -61,9 +61,11 @@ class Routing:
 
         Tokens are in the order of the rows of the batch, padding included.
         """
+        assert self.shape, "a dense network chooses no experts"
         by_layer = {number: gate.chosen_TK for number, gate in self._gates.items()}
         dense_TK = torch.zeros_like(next(iter(by_layer.values())))
-        return torch.stack([by_layer.get(number, dense_TK) for number in range(self._num_layers)], 1).to(torch.int16)
+        layers = [by_layer.get(number, dense_TK) for number in range(self.shape.num_layers)]
+        return torch.stack(layers, dim=1).to(torch.int16)
 
 
 def _route(gate: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

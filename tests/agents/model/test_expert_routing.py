@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from agents.model.attention import Span
 from agents.model.packed import PackedStreams
 from agents.model.policy import PolicyModel
-from agents.types import ProcessedImage, SamplingDistribution
+from agents.types import SamplingDistribution
+from tests.mixtures import NUM_LAYERS, TOP_K, Stream, logits_of_transformers, packed, random_routes, stream
 from tests.tiny_models import write_tiny_model
 from trainer.learner.sharding import recompute
-
-NUM_EXPERTS, TOP_K, NUM_LAYERS = 4, 2, 3
-GRID = (1, 4, 6)
-
-
-@dataclass(frozen=True, eq=False)
-class Stream:
-    ids: tuple[int, ...]
-    images: tuple[ProcessedImage, ...]
 
 
 @pytest.fixture(scope="module")
@@ -56,44 +46,6 @@ def model(loaded: PolicyModel) -> PolicyModel:
 def network(loaded: PolicyModel, folder: Path) -> Any:
     """The same weights, as Transformers reads them."""
     return loaded.architecture.read(folder, dtype=torch.float32, attn_implementation="eager")
-
-
-def stream(model: PolicyModel, length: int, seed: int) -> Stream:
-    """Return random text with an image in its middle."""
-    rng = np.random.default_rng(seed)
-    vision = model.config.vision_config
-    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = rng.normal(size=(GRID[1] * GRID[2], values)).astype(np.float32)
-    image = ProcessedImage(f"image {seed}", pixels, GRID, GRID[1] * GRID[2] // 4)
-    text = rng.integers(20, 300, length).tolist()
-    half = length // 2
-    return Stream((*text[:half], *[model.image_token_id] * image.num_tokens, *text[half:]), (image,))
-
-
-def packed(model: PolicyModel, streams: Sequence[Stream], routes_TLK: Tensor | None = None) -> PackedStreams:
-    """Return streams in one row, of which every token but the first is scored."""
-    ends = np.cumsum([len(each.ids) for each in streams])
-    spans = [Span(int(end) - len(each.ids), len(each.ids)) for each, end in zip(streams, ends, strict=True)]
-    before = [np.arange(span.start, span.start + span.length - 1) for span in spans]
-    batch = PackedStreams.build(
-        ids_T=np.concatenate([each.ids for each in streams]),
-        positions_3T=np.concatenate([model.positions(each.ids, each.images) for each in streams], axis=1),
-        spans=spans,
-        images=[each.images for each in streams],
-        before_N=np.concatenate(before),
-        targets_N=np.concatenate([each.ids[1:] for each in streams]),
-        image_token_id=model.image_token_id,
-        device="cpu",
-        with_buckets=True,
-    )
-    return replace(batch, routes_TLK=routes_TLK)
-
-
-def random_routes(num_tokens: int, seed: int) -> Tensor:
-    """Return two different experts of each token in each layer."""
-    rng = np.random.default_rng(seed)
-    routes_TLE = rng.permuted(np.tile(np.arange(NUM_EXPERTS), (num_tokens, NUM_LAYERS, 1)), axis=-1)
-    return torch.from_numpy(routes_TLE[..., :TOP_K].astype(np.int16))
 
 
 def own_routes(model: PolicyModel, streams: Sequence[Stream]) -> Tensor:
@@ -131,14 +83,7 @@ def scored_by_transformers(
 
     monkeypatch.setattr(torch, "topk", given)
     ids_1T = torch.tensor([each.ids])
-    logits_TV = network(
-        input_ids=ids_1T,
-        attention_mask=torch.ones_like(ids_1T),
-        use_cache=False,
-        pixel_values=torch.from_numpy(np.concatenate([image.pixels_PD for image in each.images])),
-        image_grid_thw=torch.tensor([image.grid_thw for image in each.images]),
-        mm_token_type_ids=(ids_1T == network.config.image_token_id).int(),
-    ).logits[0]
+    logits_TV = logits_of_transformers(network, each.ids, each.images)
     monkeypatch.undo()
     assert not remaining, "every layer has asked once"
     logprobs_N = logits_TV.log_softmax(-1)[:-1].gather(-1, ids_1T[0, 1:, None])[:, 0]
@@ -178,7 +123,7 @@ def test_given_experts_compute_what_transformers_computes_with_them(
     streams = [stream(model, 30, seed=0), stream(model, 18, seed=1)]
     lengths = [len(each.ids) for each in streams]
     routes_TLK = random_routes(sum(lengths), seed=2)
-    routes_TLK[np.random.default_rng(3).random(sum(lengths)) >= share_given] = -1
+    routes_TLK[torch.from_numpy(np.random.default_rng(3).random(sum(lengths)) >= share_given)] = -1
     got, got_gradients = scored(model, packed(model, streams, routes_TLK))
     free, _ = scored(model, packed(model, streams))
     assert (got - free).abs().max() > 0.1  # other experts are another network
@@ -206,4 +151,4 @@ def test_recomputed_blocks_take_the_same_routes_and_the_next_batch_its_own(model
 
 def test_a_dense_network_has_no_routes(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "dense", "qwen3_vl")
-    assert not PolicyModel.load(tmp_path / "dense").routing
+    assert PolicyModel.load(tmp_path / "dense").routing.shape is None
