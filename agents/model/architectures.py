@@ -27,7 +27,9 @@ class Architecture:
     decoder and takes one position. `deepstack`: features of several layers of the tower enter the decoder (arXiv
     2406.04334). `windows`: most layers of the tower attend only within windows of `window_size` pixels (Qwen2.5-VL,
     arXiv 2502.13923, section 2.1.1). `names_are_saved`: a checkpoint holds the weights with the same names and shapes
-    as the network in memory.
+    as the network in memory; but with `transposes_experts` it holds the matrices of a mixture's experts as (experts,
+    inputs, outputs), where the network has (experts, outputs, inputs). So they lie on the hub, and servers read nothing
+    else; Transformers reads both and writes its own.
 
     Example::
 
@@ -41,6 +43,7 @@ class Architecture:
     vision: bool = False
     deepstack: bool = False
     windows: bool = False
+    transposes_experts: bool = False
 
     def decoder(self, network: nn.Module) -> Any:
         """Return the module with `embed_tokens` and `layers`."""
@@ -110,9 +113,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_vl_moe": Architecture(
         "Qwen3VLMoeForConditionalGeneration",
         "Qwen3VLProcessor",
-        names_are_saved=False,
         vision=True,
         deepstack=True,
+        transposes_experts=True,
     ),
     "qwen2_5_vl": Architecture(
         "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor", names_are_saved=False, vision=True, windows=True

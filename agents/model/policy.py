@@ -87,8 +87,12 @@ class PolicyModel(nn.Module):
         if weights is None:
             weights = dict(self.named_parameters())  # names a tied weight once
         # Transformers knows the network without our prefix.
-        state = {n.removeprefix("backbone."): tensor.detach().to("cpu", dtype) for n, tensor in weights.items()}
-        backbone.save_pretrained(folder, state_dict=state)
+        named = {n.removeprefix("backbone."): tensor.detach().to("cpu", dtype) for n, tensor in weights.items()}
+        state = {name: self.as_saved(name, weight) for name, weight in named.items()}
+        # Transformers would turn experts back to how they lie in memory.
+        backbone.save_pretrained(
+            folder, state_dict=state, save_original_format=not self.architecture.transposes_experts
+        )
         self.save_settings(folder, dtype)
 
     def save_settings(self, folder: str | Path, dtype: torch.dtype) -> None:
@@ -100,6 +104,26 @@ class PolicyModel(nn.Module):
         if self.architecture.processor:  # for servers; TrueTurn does not read it
             text = json.dumps({"processor_class": self.architecture.processor}, indent=1) + "\n"
             (Path(folder) / "processor_config.json").write_text(text, encoding="utf-8")
+
+    def as_saved(self, name: str, weight: Tensor) -> Tensor:
+        """Return a weight as it lies in a checkpoint, given as it lies there or in memory; only experts differ."""
+        lies_as_in_memory = self._is_expert(name, weight) and weight.shape[1:] == self._expert_shape(name)
+        # Nobody could tell how a square matrix lies: Transformers reads it as one of its own.
+        if lies_as_in_memory and weight.shape[1] != weight.shape[2]:
+            return weight.transpose(1, 2).contiguous()
+        return weight
+
+    def as_in_memory(self, name: str, weight: Tensor) -> Tensor:
+        """Return a weight of a checkpoint, or some of its rows, as it lies in the network."""
+        if self._is_expert(name, weight) and weight.shape[1:] != self._expert_shape(name):
+            return weight.transpose(1, 2)
+        return weight
+
+    def _is_expert(self, name: str, weight: Tensor) -> bool:
+        return self.architecture.transposes_experts and ".mlp.experts." in name and weight.dim() == 3
+
+    def _expert_shape(self, name: str) -> torch.Size:
+        return self.backbone.get_parameter(name).shape[1:]
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -263,12 +263,14 @@ class FSDPLearner(StepLearner[MicroBatch]):
                 return _whole(weight if self.config.lora_rank else weight.detach().to(self.dtype))
 
             for name, weight in merged_weights(self.model, whole):
-                yield name.removeprefix("backbone."), weight.to(self.device, self.dtype)
+                saved_name = name.removeprefix("backbone.")
+                yield saved_name, self.model.as_saved(saved_name, weight.to(self.device, self.dtype))
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of what `stream` yields, in its order."""
-        every = ((n, p.shape) for n, p in self.model.named_parameters() if not is_adapter(n))
-        return [(plain_name(name).removeprefix("backbone."), tuple(shape)) for name, shape in every]
+        every = {n: p.shape for n, p in self.model.named_parameters() if not is_adapter(n)}
+        named = {plain_name(n).removeprefix("backbone."): torch.empty(s, device="meta") for n, s in every.items()}
+        return [(name, tuple(self.model.as_saved(name, weight).shape)) for name, weight in named.items()]
 
     def adapter(self) -> Adapter:
         """Return the low-rank updates alone, in the learner's dtype; every rank must call it."""
