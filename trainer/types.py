@@ -5,6 +5,7 @@ Legend: T tokens of a stream, N model tokens of a micro-batch in row order, K id
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
@@ -58,11 +59,15 @@ class TrainingSample:
         return np.full(len(turns_N), np.float32(self.advantage))
 
     @property
-    def prompt_key(self) -> tuple[bytes, tuple[str, ...]]:
-        """The prompt as a key of mappings: its ids, and the digests of its images."""
+    def prompt_key(self) -> tuple[bytes, tuple[str, ...], bytes]:
+        """The prompt as a key of mappings: its ids, the digests of its images, and a hash of its experts."""
         # Equal ids are not enough: other images have the same placeholders.
         shown = self.images[: self.num_prefix_images]
-        return self.ids_T[: self.prefix_length].tobytes(), tuple(image.digest for image in shown)
+        experts = b""
+        if self.routes_RLK is not None:
+            # A prompt is computed once for all samples that share it, so they must have sent it to the same experts.
+            experts = hashlib.blake2b(self.routes_RLK[: self.prefix_length].tobytes(), digest_size=16).digest()
+        return self.ids_T[: self.prefix_length].tobytes(), tuple(image.digest for image in shown), experts
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from agents.engines.pending_turn import PendingTurn
 from agents.engines.sglang.payloads import generate_body, parse_answer
 from agents.engines.sglang.routing import prompt_key
 from agents.engines.sglang.servers import Server
+from agents.engines.sglang.session_routes import SessionRoutes
 from agents.engines.weight_servers import ServerLost, ServerRefused
 from agents.types import Completion, GenerateRequest
 
@@ -28,6 +29,7 @@ class SGLangSession:
         self._prompt: int | None = None
         self._salt = ""
         self._num_loaded = 0
+        self._routes = SessionRoutes(engine.settings.routes)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Write one turn; it survives pauses for new weights and the loss of servers."""
@@ -39,9 +41,12 @@ class SGLangSession:
             # Both are of the weights that write now; others may come before the answer.
             adapter = engine.adapter_name
             salt = self._current_salt()
+            asked = self._routes.asked(turn)
+            first_route = asked.first if asked else None
             try:
-                body = generate_body(request, turn.ids, engine.next_request_id(), engine.image_token_id, adapter)
-                answer = parse_answer(await engine.send(server, body, request.images, salt), request.sampling)
+                rid = engine.next_request_id()
+                body = generate_body(request, turn.ids, rid, engine.image_token_id, adapter, first_route)
+                answer = parse_answer(await engine.send(server, body, request.images, salt), request.sampling, asked)
                 if answer.prompt_length is None:
                     engine.adapters.note_unended(server.client, adapter)
                 if not engine.is_current(answer.version):
@@ -49,6 +54,7 @@ class SGLangSession:
                 # The server counts what was written before a pause as part of the prompt.
                 if answer.prompt_length is not None and not turn.num_misread:
                     turn.num_misread = answer.prompt_length - len(request.ids) - len(turn.ids)
+                self._routes.take(turn, answer, asked, (server, salt, answer.version))
                 turn.note_cached(answer.num_cached)
                 turn.append(answer.ids, answer.logprobs, answer.kept_NK)
                 turn.stamp(engine.weight_version)
