@@ -178,6 +178,10 @@ class StepStats:
     - `entropy`: nats per token.
     - `memory`: GiB that tensors take on the GPU of the rank with the most: `learner_peak_gib` in the step,
       `learner_kept_gib` after it.
+    - `routing`: of a mixture with the engine's routes, on the step's first micro-batch. `other_experts`: the share of
+      (token, layer) where the trainer by itself takes other experts, also by layer. `kl_free`: the k3 estimate without
+      the routes. `load_max`: the largest expert's share of the choices times the number of experts, and `entropy` of
+      these shares in nats, both means over layers.
     - `logprobs`: the trainer's log-probs of the N model tokens of every training sample, by its key, under the weights
       that the step starts from.
     """
@@ -196,6 +200,7 @@ class StepStats:
     entropy: float
     objective: Mapping[str, float]
     memory: Mapping[str, float] = field(default_factory=dict, compare=False)
+    routing: Mapping[str, float] = field(default_factory=dict, compare=False)
     logprobs: Mapping[tuple[int, int, int], NDArray[np.float32]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -206,5 +211,7 @@ class StepStats:
         numbers = asdict(replace(self, logprobs={}))
         del numbers["logprobs"]
         by_turn = enumerate(numbers.pop("kl_by_turn"), 1)
-        more = numbers.pop("objective") | {f"memory/{name}": gib for name, gib in numbers.pop("memory").items()}
+        more = numbers.pop("objective")
+        for group in ("memory", "routing"):
+            more |= {f"{group}/{name}": number for name, number in numbers.pop(group).items()}
         return numbers | more | {f"rollout_train_kl/turn_{number}": kl for number, kl in by_turn}

@@ -46,6 +46,11 @@ class Routing:
             self._gates[number] = gate
             self.shape = RouteShape(len(decoder.layers), gate.num_experts, gate.top_k)
 
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of the layers with experts."""
+        return list(self._gates)
+
     def begin(self, routes_TLK: Tensor | None, keeps_chosen: bool = False) -> None:
         """Set the routes of the next forward: integers, -1 where a token chooses freely; None where all tokens do.
 
@@ -57,12 +62,12 @@ class Routing:
             gate.routes_TK = None if routes_TLK is None else routes_TLK[:, number].contiguous()
 
     def chosen(self) -> Tensor:
-        """Return the experts of the last forward that kept them, (T, L, K) int16; 0 in a dense layer.
+        """Return, and forget, the experts of the last forward that kept them, (T, L, K) int16; 0 in a dense layer.
 
         Tokens are in the order of the rows of the batch, padding included.
         """
         assert self.shape, "a dense network chooses no experts"
-        by_layer = {number: gate.chosen_TK for number, gate in self._gates.items()}
+        by_layer = {number: gate.__dict__.pop("chosen_TK") for number, gate in self._gates.items()}
         dense_TK = torch.zeros_like(next(iter(by_layer.values())))
         layers = [by_layer.get(number, dense_TK) for number in range(self.shape.num_layers)]
         return torch.stack(layers, dim=1).to(torch.int16)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from agents.engines.decode_step import DecodeStep
 from agents.engines.hf import HFEngine
@@ -116,10 +117,10 @@ class PausesAfter(HFEngine):
 
     steps_left = 4
 
-    def _next(self, *inputs: Any) -> torch.Tensor:
+    def _next(self, cache: BatchCache, ids_B: Tensor, positions_B: Tensor, real: Sequence[bool]) -> Tensor:
         self.steps_left -= 1
         self._paused = self.steps_left == 0
-        return super()._next(*inputs)
+        return super()._next(cache, ids_B, positions_B, real)
 
 
 @pytest.mark.parametrize("is_changed", [False, True], ids=["the same weights", "new weights"])
