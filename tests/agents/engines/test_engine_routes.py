@@ -112,6 +112,20 @@ def test_a_turn_that_asks_for_no_routes_gets_none(model: PolicyModel) -> None:
     assert asyncio.run(once()).routes_RLK is None
 
 
+def test_scoring_while_turns_are_written_leaves_their_routes_as_they_are(model: PolicyModel, network: Any) -> None:
+    engine = HFEngine(model)
+    said = stream(model, 40, seed=9)
+
+    async def both() -> Played:
+        playing = asyncio.create_task(episode(engine, 0, 4))
+        while not playing.done():
+            await engine.score(said.ids, said.images)
+        return await playing
+
+    for _ in range(5):
+        assert_those_of_transformers(network, asyncio.run(both()))
+
+
 class PausesAfter(HFEngine):
     """Pauses by itself after so many decode steps."""
 
