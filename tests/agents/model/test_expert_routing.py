@@ -8,6 +8,8 @@ Legend: T tokens of one stream, L layers, K experts of a token, E experts.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from agents.model.packed import PackedStreams
 from agents.model.policy import PolicyModel
@@ -147,6 +150,25 @@ def test_recomputed_blocks_take_the_same_routes_and_the_next_batch_its_own(model
         got, got_gradients = scored(model, batch)
         assert torch.equal(got, logprobs_N)
         assert all(torch.equal(got_gradients[name], gradient) for name, gradient in its_gradients.items())
+
+
+@pytest.mark.slow
+def test_compiled_blocks_take_each_batchs_routes_from_one_form(model: PolicyModel) -> None:
+    streams = [stream(model, length, seed) for seed, length in enumerate((30, 24, 41))]
+    batches = [packed(model, [s], random_routes(len(s.ids), seed)) for seed, s in enumerate(streams)]
+    expected = [scored(model, batch) for batch in batches]
+    torch._dynamo.reset()
+    counters.clear()
+    for layer in model.architecture.decoder(model.backbone).layers:
+        # As `trainer.learner.sharding` compiles them, but without kernels of their own.
+        plain = inspect.unwrap(type(layer).forward)
+        layer.forward = functools.partial(torch.compile(plain, dynamic=True, backend="aot_eager"), layer)
+    recompute(model.blocks, 1.0)
+    for batch, (logprobs_N, its_gradients) in zip(batches, expected, strict=True):
+        got, got_gradients = scored(model, batch)
+        assert torch.equal(got, logprobs_N)
+        assert all(torch.equal(got_gradients[name], gradient) for name, gradient in its_gradients.items())
+        assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def test_a_dense_network_has_no_routes(tmp_path: Path) -> None:
