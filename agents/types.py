@@ -229,7 +229,7 @@ class Completion:
     read; `num_cached` of them came from its cache. `kept_NK` are the ids that each token was drawn from, where the
     request has a `top_k`: so many for each, a smaller set repeats one of its own. `routes_RLK`, uint8 or uint16, are
     the experts of each of R tokens in each layer: of those from `GenerateRequest.num_routed` on to the last but one,
-    which is the last that the network has read.
+    which is the last that the network has read. There may be more, of a few tokens before that were not read again.
     """
 
     ids: tuple[int, ...]

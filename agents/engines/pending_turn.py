@@ -17,6 +17,7 @@ class PendingTurn:
     """A turn while it is written, in one go or, after pauses, in several.
 
     `num_misread` is how many more ids the engine counts in the prompt than the request has; the agent loop checks it.
+    It compares the first `num_again` of the routes with those that the stream has.
 
     Example: paused for new weights after two tokens, and stopped by stop id 2 after two more::
 
@@ -33,6 +34,7 @@ class PendingTurn:
     finish: Literal["", "stop", "length"] = field(default="", init=False)
     num_cached: int = field(default=0, init=False)
     num_misread: int = field(default=0, init=False)
+    num_again: int = field(default=0, init=False)
 
     @property
     def num_left(self) -> int:
@@ -42,7 +44,7 @@ class PendingTurn:
     @property
     def num_routed(self) -> int:
         """How many of the stream's first tokens have known experts, before the turn and in it."""
-        return (self.request.num_routed or 0) + sum(map(len, self.routes))
+        return (self.request.num_routed or 0) + sum(map(len, self.routes)) - self.num_again
 
     @property
     def is_whole(self) -> bool:

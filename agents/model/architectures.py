@@ -212,7 +212,7 @@ class ModelFacts:
 
 def _routes_of(text: Any) -> RouteShape | None:
     """Return the routes of a network with this configuration of its decoder; None without experts."""
-    num_experts = int(text.to_dict().get("num_experts") or 0)
+    num_experts = int(getattr(text, "num_experts", None) or 0)  # absent in a dense one
     if not num_experts:
         return None
     shape = RouteShape(int(text.num_hidden_layers), num_experts, int(text.num_experts_per_tok))

@@ -271,7 +271,8 @@ class Episode:
         completion = await session.generate(request)
         answered = time.perf_counter()
         check_types(completion)
-        rule = broken_turn(number, request, completion) or broken_routes(number, request, completion, self.routes)
+        rule = broken_turn(number, request, completion)
+        rule = rule or broken_routes(number, request, completion, self.routes, stream.last_turn)
         if rule:  # so that nothing that follows joins arrays of different widths
             completion = replace(completion, kept_NK=None, routes_RLK=None)
         state.check_s += time.perf_counter() - answered

@@ -80,8 +80,11 @@ def check_types(completion: object) -> None:
     if kept is not None and not (isinstance(kept, np.ndarray) and kept.dtype == np.int32):
         raise TypeError(f"kept_NK of a Completion must be an array of int32, got {type(kept).__name__}")
     routes = completion.routes_RLK
-    if routes is not None and not (isinstance(routes, np.ndarray) and routes.dtype in (np.uint8, np.uint16)):
-        raise TypeError(f"routes_RLK of a Completion must be an array of uint8 or uint16, got {type(routes).__name__}")
+    if routes is not None and not (
+        isinstance(routes, np.ndarray) and routes.dtype in (np.uint8, np.uint16) and routes.ndim == 3
+    ):
+        rule = "must be an array (tokens, layers, experts) of uint8 or uint16"
+        raise TypeError(f"routes_RLK of a Completion {rule}, got {type(routes).__name__}")
 
 
 def broken_turn(number: int, request: GenerateRequest, completion: Completion) -> str | None:
@@ -114,19 +117,44 @@ def broken_turn(number: int, request: GenerateRequest, completion: Completion) -
     return _broken_sets(number, request.sampling.top_k, c)
 
 
-def broken_routes(number: int, request: GenerateRequest, c: Completion, shape: RouteShape | None) -> str | None:
+def broken_routes(
+    number: int,
+    request: GenerateRequest,
+    c: Completion,
+    shape: RouteShape | None,
+    before: Completion | None = None,
+) -> str | None:
     """Return the first rule that the experts of a turn break; None when all hold, or the turn was cut off.
 
     Rules: every token that the engine has read has as many experts in each layer as the network's `shape` says, each
-    with the number of one; nobody gets experts without asking.
+    with the number of one. Tokens of the turn `before` have the same ones as there. Nobody gets any without asking.
     """
     if request.num_routed is None or shape is None:
         return None if c.routes_RLK is None else f"turn {number}: experts of tokens that nobody asked for"
     if c.finish == "abort":
         return None
-    num_read = c.prompt_length + len(c.ids) - 1
-    rule = wrong_experts(c.routes_RLK, num_read - request.num_routed, shape)
+    num_new = c.prompt_length + len(c.ids) - 1 - request.num_routed
+    num_again = 0
+    if c.routes_RLK is not None:
+        num_again = min(request.num_routed, max(0, len(c.routes_RLK) - num_new))
+    rule = wrong_experts(c.routes_RLK, num_again + num_new, shape)
+    if rule is None and before and before.routes_RLK is not None and c.routes_RLK is not None:
+        same = min(num_again, len(before.routes_RLK))
+        if _mostly_differ(before.routes_RLK[len(before.routes_RLK) - same :], c.routes_RLK[num_again - same :][:same]):
+            rule = f"the last {same} tokens of the turn before have other experts than they had there"
     return rule and f"turn {number}: {rule}"
+
+
+def _mostly_differ(one_RLK: NDArray[np.uint8 | np.uint16], other_RLK: NDArray[np.uint8 | np.uint16]) -> bool:
+    """Return whether most sets of experts differ.
+
+    A few may: of two episodes with an equal turn, a server keeps what one of them has read, and routed a tenth of it
+    otherwise because their batches were others.
+    """
+    differ_RL = (np.sort(one_RLK) != np.sort(other_RLK)).any(-1)
+    # A layer without experts has zeros in both.
+    has_experts_RL = one_RLK.any(-1) | other_RLK.any(-1)
+    return bool(2 * differ_RL.sum() > has_experts_RL.sum())
 
 
 def wrong_experts(routes_RLK: NDArray[np.uint8 | np.uint16] | None, num_tokens: int, shape: RouteShape) -> str | None:
@@ -134,7 +162,7 @@ def wrong_experts(routes_RLK: NDArray[np.uint8 | np.uint16] | None, num_tokens: 
     wanted = (num_tokens, shape.num_layers, shape.top_k)
     if routes_RLK is None or routes_RLK.shape != wanted:
         found = None if routes_RLK is None else routes_RLK.shape
-        return f"experts of shape {found}, the engine has read {num_tokens} tokens more, which need {wanted}"
+        return f"experts of shape {found}, the tokens that were read need {wanted}"
     largest = routes_RLK.max(initial=0)
     if largest >= shape.num_experts:
         return f"a token went to expert {largest}, the network has {shape.num_experts}"

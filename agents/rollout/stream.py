@@ -6,6 +6,7 @@ Legend: T tokens of the stream, R of them with known experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,9 @@ class Stream:
         self.images: tuple[ProcessedImage, ...] = ()
         #: What was read (`Rendered`) and written (`Completion`), in order.
         self.pieces: list[Rendered | Completion] = []
-        #: How many of the first tokens an engine has read by the end of the last turn.
+        #: How many of the first tokens an engine has read by the end of the last turn, and that turn.
         self.num_routed = 0
+        self.last_turn: Completion | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -63,11 +65,16 @@ class Stream:
 
     def write(self, completion: Completion) -> tuple[int, int]:
         """Append a model turn; return its span [start, end)."""
-        self.pieces.append(completion)
         start = len(self.ids)
         self.ids += completion.ids
         # The last token of a turn is read with what follows it.
-        self.num_routed = len(self.ids) - 1
+        num_read = len(self.ids) - 1
+        if completion.routes_RLK is not None:
+            num_again = len(completion.routes_RLK) - (num_read - self.num_routed)
+            completion = replace(completion, routes_RLK=completion.routes_RLK[num_again:])
+        self.num_routed = num_read
+        self.pieces.append(completion)
+        self.last_turn = completion
         return start, len(self.ids)
 
     @property
