@@ -31,6 +31,7 @@ from agents.types import (
     EndReason,
     GenerateRequest,
     ProcessedImage,
+    RouteShape,
     SamplingDistribution,
     SamplingParams,
     Trajectory,
@@ -358,6 +359,22 @@ def test_an_unknown_architecture_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
     with pytest.raises(UserError, match=r"--model: must be one of qwen3_vl, qwen3_vl_moe, .*llama, got gpt2; give a"):
         PolicyModel.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_experts_per_tok": 0}, {"num_experts_per_tok": 5}, {"num_local_experts": 40_000}]
+)
+def test_a_mixture_has_the_routes_of_its_configuration_and_others_have_none(
+    change: dict[str, int], cases: dict[str, Case], tmp_path: Path
+) -> None:
+    for name, case in cases.items():
+        facts = ModelFacts.load(case.folder)
+        assert facts.routes == (RouteShape(3, 4, 2) if name.endswith("moe") else None)
+    config = json.loads((cases["qwen3_vl_moe"].folder / "config.json").read_text())
+    config["text_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="--model: must be a model folder or hub id, .* num_experts"):
+        ModelFacts.load(tmp_path)
 
 
 def test_a_sliding_window_is_a_user_error() -> None:
