@@ -55,8 +55,7 @@ class SGLangSession:
                 # The server counts what was written before a pause as part of the prompt.
                 if answer.prompt_length is not None and not turn.num_misread:
                     turn.num_misread = answer.prompt_length - len(request.ids) - len(turn.ids)
-                if asked and answer.routes_RLK is not None:
-                    self._take_routes(turn, answer, asked, (server, salt, answer.version))
+                self._take_routes(turn, answer, asked, (server, salt, answer.version))
                 turn.note_cached(answer.num_cached)
                 turn.append(answer.ids, answer.logprobs, answer.kept_NK)
                 turn.stamp(engine.weight_version)
@@ -107,8 +106,12 @@ class SGLangSession:
             first = max(0, first - NUM_AGAIN)
         return AskedRoutes(first, shape)
 
-    def _take_routes(self, turn: PendingTurn, answer: GenerateAnswer, asked: AskedRoutes, origin: object) -> None:
+    def _take_routes(
+        self, turn: PendingTurn, answer: GenerateAnswer, asked: AskedRoutes | None, origin: object
+    ) -> None:
         """Append the experts of an answer to its turn. `origin` names the server, its weights and its cache."""
+        if asked is None or answer.routes_RLK is None:
+            return
         num_known = turn.num_routed - asked.first
         # What was read anew, elsewhere or by other weights, may have gone to other experts: those that are known stay.
         if num_known and origin == self._origin and answer.num_cached >= turn.num_routed:

@@ -74,8 +74,7 @@ def taken(session: SGLangSession, turn: PendingTurn, given: Any, origin: object 
     """Let a turn take the answer of a server, as its session does."""
     wanted = session._asked_routes(turn)
     answer = parse_answer(given, SAMPLING, wanted)
-    if wanted and answer.routes_RLK is not None:
-        session._take_routes(turn, answer, wanted, origin)
+    session._take_routes(turn, answer, wanted, origin)
     turn.append(answer.ids, answer.logprobs)
     turn.stamp(0)
 
