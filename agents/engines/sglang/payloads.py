@@ -116,8 +116,8 @@ class AskedRoutes:
 class GenerateAnswer:
     """The parsed answer of `/generate`: ids and log-probs of the tokens written, why it ended, counts, version.
 
-    A request that was aborted has the finish "": its turn goes on. `routes_RLK` are the experts that were asked for;
-    a request that was aborted may have none.
+    A request that was aborted has the finish "": its turn goes on. `routes_RLK` are the experts that were asked for, of
+    a request that was aborted perhaps fewer, or none.
     """
 
     def __init__(self, answer: dict[str, Any], sampling: SamplingParams, asked: AskedRoutes | None = None) -> None:
@@ -142,15 +142,19 @@ class GenerateAnswer:
             self.kept_NK, self.logprobs = _kept(meta["output_top_logprobs"], self.ids, self.logprobs, sampling)
         self.routes_RLK = None
         # One that was aborted in the queue has read nothing.
-        if asked and (self.finish or meta.get("routed_experts")):
-            num_read = int(meta["prompt_tokens"]) + len(self.ids) - 1
-            self.routes_RLK = _routes(meta["routed_experts"], num_read - asked.first, asked.shape)
+        if asked and self.prompt_length is not None and (self.finish or meta.get("routed_experts")):
+            routes_RLK = _routes(meta["routed_experts"], asked.shape)
+            num_asked = self.prompt_length + len(self.ids) - 1 - asked.first
+            # Elsewhere an abort may fall between the reading of a token and its being counted.
+            if self.finish and len(routes_RLK) != num_asked:
+                raise ValueError(f"experts of {len(routes_RLK)} tokens, asked for {num_asked}")
+            self.routes_RLK = routes_RLK[:num_asked]
 
 
-def _routes(text: str, num_tokens: int, shape: RouteShape) -> NDArray[np.uint8 | np.uint16]:
-    """Return the experts of so many tokens from their base64; SGLang writes int32 and no shape."""
+def _routes(text: str, shape: RouteShape) -> NDArray[np.uint8 | np.uint16]:
+    """Return the experts of tokens from their base64; SGLang writes int32 and no shape."""
     experts = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
-    experts_RLK = experts.reshape(num_tokens, shape.num_layers, shape.top_k)
+    experts_RLK = experts.reshape(-1, shape.num_layers, shape.top_k)
     least = experts_RLK.min(initial=0)
     most = experts_RLK.max(initial=0)
     if least < 0 or most >= shape.num_experts:

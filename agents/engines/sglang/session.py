@@ -113,8 +113,9 @@ class SGLangSession:
         if asked is None or answer.routes_RLK is None:
             return
         num_known = turn.num_routed - asked.first
+        is_cached = origin == self._origin and answer.num_cached >= turn.num_routed
         # What was read anew, elsewhere or by other weights, may have gone to other experts: those that are known stay.
-        if num_known and origin == self._origin and answer.num_cached >= turn.num_routed:
+        if is_cached and 0 < num_known <= len(answer.routes_RLK):
             turn.num_again = num_known
             num_known = 0
         turn.routes.append(answer.routes_RLK[num_known:])

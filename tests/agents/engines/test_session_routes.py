@@ -103,11 +103,12 @@ def test_experts_are_read_as_the_smallest_numbers_that_hold_them(num_experts: in
 BROKEN: dict[str, tuple[Any, str]] = {
     "none": (None, "TypeError"),
     "no text": (7, "TypeError"),
-    "empty": ("", "cannot reshape array of size 0"),
+    "empty": ("", "experts of 0 tokens, asked for 11"),
+    "half a token": (base64.b64encode(bytes(4 * 7)).decode(), "cannot reshape"),
     "no base64": ("%%%", "base64"),
     "half a number": (base64.b64encode(b"abc").decode(), "multiple of element size"),
-    "a token less": (encoded(experts(10)), "cannot reshape"),
-    "a token more": (encoded(experts(12)), "cannot reshape"),
+    "a token less": (encoded(experts(10)), "experts of 10 tokens, asked for 11"),
+    "a token more": (encoded(experts(12)), "experts of 12 tokens, asked for 11"),
     "an expert below 0": (encoded(experts(11) - 100), "experts from -"),
     "an expert past the last": (encoded(experts(11) + 1), "of 16"),
     "all bytes": (encoded(np.full((11, 3, 2), 2**31 - 1)), "experts from 0 to 2147483647"),
@@ -139,6 +140,24 @@ def test_a_request_that_was_aborted_may_have_no_experts_and_they_come_with_the_n
     taken(session, turn, routed([7], whole[12:], finish="stop", prompt=13, cached=12))
     found = turn.completion().routes_RLK
     assert found is not None and np.array_equal(found, whole)
+
+
+@pytest.mark.parametrize("num_sent", [0, 2, 4, 10, 12, 13])
+def test_a_request_that_was_aborted_may_have_read_less_or_more_than_it_counts(num_sent: int) -> None:
+    session = shaped()
+    whole = experts(16)
+    first = PendingTurn(replace(asked(range(8), max_new_tokens=2), num_routed=0))
+    taken(session, first, routed([4, 5], whole[:9], prompt=8))
+    turn = PendingTurn(replace(asked(range(14), max_new_tokens=4), num_routed=9))
+    start = 9 - NUM_AGAIN
+    taken(session, turn, routed([6, 7], whole[start : start + num_sent], finish="abort", prompt=14, cached=9))
+    wanted = session._asked_routes(turn)
+    assert wanted and wanted.first <= turn.num_routed == min(15, max(9, start + num_sent))
+    taken(session, turn, routed([8], whole[wanted.first :], finish="stop", prompt=16, cached=9))
+    rows = turn.completion().routes_RLK
+    assert rows is not None and np.array_equal(rows[turn.num_again :], whole[9:])
+    request = replace(turn.request, ids=tuple(range(14)))
+    assert broken_routes(2, request, turn.completion(), SHAPE, first.completion()) is None
 
 
 WHOLE = experts(14)
