@@ -11,7 +11,6 @@ Legend: B rows of a batch, T new tokens, C cached columns, V vocabulary.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -88,8 +87,6 @@ class HFEngine:
             self._least_alive = 0.75
             self._graphs = None
         self._step: DecodeStep | None = None
-        #: A mixture's gates keep what one forward chooses, and `score` may run while a batch does.
-        self._one_forward = threading.Lock()
         self.weight_version = 0
         self.busy = BusyTime()
         self._opened = 0
@@ -248,11 +245,7 @@ class HFEngine:
 
     async def score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
         """Return the log-prob of each id but the first, given those before it, at temperature 1; nothing suppressed."""
-        return await compute(self._score, ids, images)
-
-    def _score(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
-        with self._one_forward:
-            return stream_logprobs(self.model, ids, images, self.device, self._dtype)
+        return await compute(stream_logprobs, self.model, ids, images, self.device, self._dtype)
 
     @torch.inference_mode()
     def write(self, turns: Sequence[BatchTurn]) -> None:
@@ -291,12 +284,11 @@ class HFEngine:
     def _next(self, cache: BatchCache, ids_B: Tensor, positions_B: Tensor, real: Sequence[bool]) -> Tensor:
         """Read one more token a row; return the logits after it, (B, V)."""
         real_B1 = torch.tensor(real, device=self.device)[:, None]
-        with self._one_forward:
-            if self.device.type == "cuda":
-                logits_BV = self._step_of(cache, len(real)).next_logits(ids_B, positions_B)
-            else:
-                seen_BC = torch.cat([cache.seen_BC, torch.ones_like(real_B1)], dim=-1)
-                logits_BV = self.model.next_logits(ids_B, positions_B, seen_BC, cache)
+        if self.device.type == "cuda":
+            logits_BV = self._step_of(cache, len(real)).next_logits(ids_B, positions_B)
+        else:
+            seen_BC = torch.cat([cache.seen_BC, torch.ones_like(real_B1)], dim=-1)
+            logits_BV = self.model.next_logits(ids_B, positions_B, seen_BC, cache)
         cache.advance(real_B1)
         return logits_BV
 
@@ -338,8 +330,7 @@ class HFEngine:
         vision = VisionBatch.build(images, self.device)
         last_BT = torch.zeros_like(real_BT)
         last_BT[:, -1] = True
-        with self._one_forward:
-            logits_BV = self.model(ids_BT, positions_3BT, mask_BTC[:, None], last_BT, vision, cache)
+        logits_BV = self.model(ids_BT, positions_3BT, mask_BTC[:, None], last_BT, vision, cache)
         cache.advance(real_BT)
         return logits_BV
 

@@ -199,10 +199,10 @@ class PolicyModel(nn.Module):
         else:
             places = ()
         cached = {_cache_name(type(self._decoder)): cache}
-        self.routing.begin(None, keeps_chosen=cache is not None)
-        hidden_BTH = self._hidden(ids_BT, positions_3BT, vision, places, attention_mask=attention_mask, **cached)
-        if cache is not None and self.routing.shape:
-            cache.add_routes(self.routing.chosen())
+        with self.routing.forward(None, keeps_chosen=cache is not None):
+            hidden_BTH = self._hidden(ids_BT, positions_3BT, vision, places, attention_mask=attention_mask, **cached)
+            if cache is not None and self.routing.shape:
+                cache.add_routes(self.routing.chosen())
         return float32_logits(hidden_BTH[select], self.backbone.lm_head)
 
     def next_logits(self, ids_B: Tensor, positions_B: Tensor, seen_BC: Tensor, cache: Any) -> Tensor:
@@ -224,18 +224,18 @@ class PolicyModel(nn.Module):
         (`agents.model.linear_logprobs`) exists at a time. A mixture's tokens go to the experts of `packed.routes_TLK`;
         with `keeps_chosen`, `routing.chosen()` then has those that they went to.
         """
-        self.routing.begin(packed.routes_TLK, keeps_chosen)
         row = torch.zeros_like(packed.placeholders_M)
         # Transformers passes on a mask of four dimensions unchanged, so it makes none over the whole row.
         unused_1111 = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.device)
-        hidden_1TH = self._hidden(
-            packed.ids_T[None],
-            packed.positions_3T[:, None],
-            packed.vision,
-            (row, packed.placeholders_M),
-            attention_mask=unused_1111,
-            segments=packed.segments,
-        )
+        with self.routing.forward(packed.routes_TLK, keeps_chosen):
+            hidden_1TH = self._hidden(
+                packed.ids_T[None],
+                packed.positions_3T[:, None],
+                packed.vision,
+                (row, packed.placeholders_M),
+                attention_mask=unused_1111,
+                segments=packed.segments,
+            )
         hidden_NH = hidden_1TH[0].index_select(0, packed.before_N)
         lm_head: Any = self.backbone.lm_head
         return linear_scores(

@@ -9,6 +9,9 @@ Legend: T tokens, L decoder layers, K experts of a token, E experts.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -25,15 +28,17 @@ class Routing:
     Example::
 
         routing = Routing(decoder)
-        routing.begin(routes_TLK)                # the next forward, and its backward, take these experts
-        routing.begin(None, keeps_chosen=True)   # the next forward chooses for itself
-        decoder(...)
-        routing.chosen()                         # (T, L, K): what it chose
+        with routing.forward(routes_TLK):                # this forward, and its backward, take these experts
+            decoder(...)
+        with routing.forward(None, keeps_chosen=True):   # this one chooses for itself
+            decoder(...)
+        routing.chosen()                                 # (T, L, K): what it chose
     """
 
     def __init__(self, decoder: Any) -> None:
         #: None in a dense network.
         self.shape: RouteShape | None = None
+        self._lock = _OwnLock()
         #: By the number of the layer: some layers of a mixture may be dense.
         self._gates: dict[int, Any] = {}
         for number, layer in enumerate(decoder.layers):
@@ -51,15 +56,22 @@ class Routing:
         """The numbers of the layers with experts."""
         return list(self._gates)
 
-    def begin(self, routes_TLK: Tensor | None, keeps_chosen: bool = False) -> None:
-        """Set the routes of the next forward: integers, -1 where a token chooses freely; None where all tokens do.
+    @contextmanager
+    def forward(self, routes_TLK: Tensor | None, keeps_chosen: bool = False) -> Iterator[None]:
+        """Set the routes of the forward within: integers, -1 where a token chooses freely; None where all tokens do.
 
-        They stay until the next call, since a backward computes recomputed blocks again.
+        They stay until the next forward, since a backward computes recomputed blocks again. A mixture runs one forward
+        at a time: a probe may score a stream while a batch is being written.
         """
-        for number, gate in self._gates.items():
-            gate.keeps_chosen = keeps_chosen
-            # Its own memory: a compiled block copies inputs that begin in the middle of another's.
-            gate.routes_TK = None if routes_TLK is None else routes_TLK[:, number].contiguous()
+        if not self._gates:
+            yield
+            return
+        with self._lock.held:
+            for number, gate in self._gates.items():
+                gate.keeps_chosen = keeps_chosen
+                # Its own memory: a compiled block copies inputs that begin in the middle of another's.
+                gate.routes_TK = None if routes_TLK is None else routes_TLK[:, number].contiguous()
+            yield
 
     def chosen(self) -> Tensor:
         """Return, and forget, the experts of the last forward that kept them, (T, L, K) int16; 0 in a dense layer.
@@ -71,6 +83,16 @@ class Routing:
         dense_TK = torch.zeros_like(next(iter(by_layer.values())))
         layers = [by_layer.get(number, dense_TK) for number in range(self.shape.num_layers)]
         return torch.stack(layers, dim=1).to(torch.int16)
+
+
+class _OwnLock:
+    """A lock; a copy of its network has another one."""
+
+    def __init__(self) -> None:
+        self.held = threading.Lock()
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _OwnLock:
+        return _OwnLock()
 
 
 def _route(gate: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
