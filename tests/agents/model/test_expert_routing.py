@@ -22,8 +22,8 @@ from torch._dynamo.utils import counters
 
 from agents.model.packed import PackedStreams
 from agents.model.policy import PolicyModel
-from agents.types import SamplingDistribution
-from tests.mixtures import NUM_LAYERS, TOP_K, Stream, logits_of_transformers, packed, random_routes, stream
+from agents.types import RouteShape, SamplingDistribution
+from tests.mixtures import NUM_EXPERTS, NUM_LAYERS, TOP_K, Stream, logits_of_transformers, packed, random_routes, stream
 from tests.tiny_models import write_tiny_model
 from trainer.learner.sharding import recompute
 
@@ -169,6 +169,21 @@ def test_compiled_blocks_take_each_batchs_routes_from_one_form(model: PolicyMode
         assert torch.equal(got, logprobs_N)
         assert all(torch.equal(got_gradients[name], gradient) for name, gradient in its_gradients.items())
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_rows_of_a_dense_layer_say_nothing(loaded: PolicyModel) -> None:
+    config = copy.deepcopy(loaded.config)
+    config.text_config.mlp_only_layers = [1]
+    torch.manual_seed(0)
+    model = PolicyModel.from_config(config)
+    assert model.routing.layers == [0, 2] and model.routing.shape == RouteShape(NUM_LAYERS, NUM_EXPERTS, TOP_K)
+    streams = [stream(model, 30, seed=0)]
+    routes_TLK = own_routes(model, streams)
+    assert not routes_TLK[:, 1].any() and routes_TLK[:, 2].any()
+    free, _ = scored(model, packed(model, streams))
+    routes_TLK[:, 1] = 3
+    given, _ = scored(model, packed(model, streams, routes_TLK))
+    assert torch.equal(free, given)
 
 
 def test_a_dense_network_has_no_routes(tmp_path: Path) -> None:
