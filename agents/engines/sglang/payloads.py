@@ -145,7 +145,7 @@ class GenerateAnswer:
         if asked and self.prompt_length is not None and (self.finish or meta.get("routed_experts")):
             routes_RLK = _routes(meta["routed_experts"], asked.shape)
             num_asked = self.prompt_length + len(self.ids) - 1 - asked.first
-            # Elsewhere an abort may fall between the reading of a token and its being counted.
+            # An abort may come between the reading of a token and its being counted.
             if self.finish and len(routes_RLK) != num_asked:
                 raise ValueError(f"experts of {len(routes_RLK)} tokens, asked for {num_asked}")
             self.routes_RLK = routes_RLK[:num_asked]
