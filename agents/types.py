@@ -174,15 +174,41 @@ class SamplingParams:
         return (before_NK <= self.top_p) & (probs_NK >= self.min_p * probs_NK[:, :1])
 
 
+@dataclass(frozen=True)
+class RouteShape:
+    """The routes of a mixture of experts: each token takes `top_k` of `num_experts` in each of `num_layers`.
+
+    `num_layers` counts all decoder layers; those without experts have a row too, which nobody reads.
+
+    Example: Qwen3-VL-30B-A3B has `RouteShape(num_layers=48, num_experts=128, top_k=8)`, 384 bytes a token.
+    """
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def dtype(self) -> type[np.uint8] | type[np.uint16]:
+        """The smallest type of array that holds an expert's number."""
+        if self.num_experts <= 256:
+            return np.uint8
+        return np.uint16
+
+
 @dataclass(frozen=True, eq=False)
 class GenerateRequest:
-    """A request for one model turn: the whole stream so far, placeholders expanded, with its images."""
+    """A request for one model turn: the whole stream so far, placeholders expanded, with its images.
+
+    `num_routed` is how many of its first tokens have known experts already; the completion has those of all that
+    follow. With None it has none.
+    """
 
     ids: tuple[int, ...]
     images: tuple[ProcessedImage, ...]
     max_new_tokens: int
     sampling: SamplingParams
     seed: int
+    num_routed: int | None = None
 
 
 def add_run(runs: list[tuple[int, int]], version: int, count: int) -> None:
@@ -201,7 +227,9 @@ class Completion:
     `versions` are runs of (weight version, tokens): `((3, 40), (4, 12))` says that weights 3 wrote 40 tokens and, after
     a pause for new weights, weights 4 wrote 12 more. `prompt_length` is the engine's own count of the tokens that it
     read; `num_cached` of them came from its cache. `kept_NK` are the ids that each token was drawn from, where the
-    request has a `top_k`: so many for each, a smaller set repeats one of its own.
+    request has a `top_k`: so many for each, a smaller set repeats one of its own. `routes_RLK`, uint8 or uint16, are
+    the experts of each of R tokens in each layer: of those from `GenerateRequest.num_routed` on to the last but one,
+    which is the last that the network has read. There may be more, of a few tokens before that were not read again.
     """
 
     ids: tuple[int, ...]
@@ -211,6 +239,7 @@ class Completion:
     versions: tuple[tuple[int, int], ...]
     num_cached: int = 0
     kept_NK: NDArray[np.int32] | None = field(default=None, repr=False, compare=False)
+    routes_RLK: NDArray[np.uint8 | np.uint16] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +307,9 @@ class Trajectory:
 
     `mask_T` is True exactly on the tokens that the model sampled; `logprobs_T` is 0 elsewhere. The trajectory is sample
     `sample_index` of problem number `group`, after `attempt` earlier attempts at the whole group. `kept_NK` are the ids
-    that each of the model's tokens was drawn from, None where that was the whole vocabulary. The first
+    that each of the model's tokens was drawn from, None where that was the whole vocabulary. `routes_RLK` are the
+    experts that the first R tokens took in each layer, all but the last one of the last turn; None unless they were
+    asked for. The first
     `num_prompt_messages` of `messages` are the problem's; `tools` are the schemas that the prompt shows. `rewards` has
     the value of each reward function, if there are any; `reward` is then their weighted sum. `verdicts` has
     the text of each judge among them. `metadata` is a plain copy
@@ -314,6 +345,7 @@ class Trajectory:
     verdicts: Mapping[str, str] = field(default_factory=dict)
     is_exact: bool = True
     kept_NK: NDArray[np.int32] | None = None
+    routes_RLK: NDArray[np.uint8 | np.uint16] | None = None
 
     def __repr__(self) -> str:
         return (

@@ -17,6 +17,7 @@ from agents.engines.sglang.server_arguments import NOT_BESIDE, choose_arguments,
 from agents.engines.sglang.server_facts import Host
 from agents.engines.sglang.settings import ServerPlace, SGLangSettings
 from agents.model import STARTER_PATH
+from agents.types import RouteShape
 from envs.check import CHECKS
 from envs.env import CallPolicy, EnvArgs
 from envs.grading import GRADERS
@@ -168,8 +169,10 @@ def test_the_table_of_started_servers_has_every_argument_and_variable_that_is_ch
 
 
 def chosen_arguments() -> list[tuple[str, ...]]:
-    """Return arguments of every kind: for a server with adapters and a short context beside the learner."""
-    settings = SGLangSettings(str(STARTER_PATH), context_length=100, lora_rank=8, frees_memory=True)
+    """Return arguments of every kind: for a mixture with adapters and a short context beside the learner."""
+    settings = SGLangSettings(
+        str(STARTER_PATH), context_length=100, lora_rank=8, frees_memory=True, routes=RouteShape(48, 128, 8)
+    )
     return choose_arguments(settings, ServerPlace(30000), Host(1, (9,), True, True))
 
 

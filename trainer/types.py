@@ -5,6 +5,7 @@ Legend: T tokens of a stream, N model tokens of a micro-batch in row order, K id
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
@@ -30,8 +31,8 @@ class TrainingSample:
     `weight` already holds the update's global denominator (`trainer.algorithms.aggregation`), so gradients of
     micro-batches and ranks simply add up, however the samples are split. `key` is `Trajectory.key`.
     The first `prefix_length` tokens, with `num_prefix_images` of the images, are the prompt, which other samples may
-    share. `turns_T` is the model turn of each token, from 1; 0 for tokens that the model did not write. `kept_NK` is
-    `Trajectory.kept_NK`.
+    share. `turns_T` is the model turn of each token, from 1; 0 for tokens that the model did not write. `kept_NK` and
+    `routes_RLK` are those of `Trajectory`.
     """
 
     ids_T: NDArray[np.int64]
@@ -46,6 +47,7 @@ class TrainingSample:
     weight: float
     key: tuple[int, int, int] = (0, 0, 0)
     kept_NK: NDArray[np.int32] | None = None
+    routes_RLK: NDArray[np.uint8 | np.uint16] | None = None
 
     @property
     def advantages_N(self) -> NDArray[np.float32]:
@@ -57,11 +59,15 @@ class TrainingSample:
         return np.full(len(turns_N), np.float32(self.advantage))
 
     @property
-    def prompt_key(self) -> tuple[bytes, tuple[str, ...]]:
-        """The prompt as a key of mappings: its ids, and the digests of its images."""
+    def prompt_key(self) -> tuple[bytes, tuple[str, ...], bytes]:
+        """The prompt as a key of mappings: its ids, the digests of its images, and a hash of its experts."""
         # Equal ids are not enough: other images have the same placeholders.
         shown = self.images[: self.num_prefix_images]
-        return self.ids_T[: self.prefix_length].tobytes(), tuple(image.digest for image in shown)
+        experts = b""
+        if self.routes_RLK is not None:
+            # A prompt is computed once for all samples that share it, so they must have sent it to the same experts.
+            experts = hashlib.blake2b(self.routes_RLK[: self.prefix_length].tobytes(), digest_size=16).digest()
+        return self.ids_T[: self.prefix_length].tobytes(), tuple(image.digest for image in shown), experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +178,10 @@ class StepStats:
     - `entropy`: nats per token.
     - `memory`: GiB that tensors take on the GPU of the rank with the most: `learner_peak_gib` in the step,
       `learner_kept_gib` after it.
+    - `routing`: of a mixture with the engine's routes, on the step's first micro-batch. `other_experts`: the share of
+      (token, layer) where the trainer by itself takes other experts, also by layer. `kl_free`: the k3 estimate without
+      the routes. `load_max`: the largest expert's share of the choices times the number of experts, and `entropy` of
+      these shares in nats, both means over layers.
     - `logprobs`: the trainer's log-probs of the N model tokens of every training sample, by its key, under the weights
       that the step starts from.
     """
@@ -190,6 +200,7 @@ class StepStats:
     entropy: float
     objective: Mapping[str, float]
     memory: Mapping[str, float] = field(default_factory=dict, compare=False)
+    routing: Mapping[str, float] = field(default_factory=dict, compare=False)
     logprobs: Mapping[tuple[int, int, int], NDArray[np.float32]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -200,5 +211,7 @@ class StepStats:
         numbers = asdict(replace(self, logprobs={}))
         del numbers["logprobs"]
         by_turn = enumerate(numbers.pop("kl_by_turn"), 1)
-        more = numbers.pop("objective") | {f"memory/{name}": gib for name, gib in numbers.pop("memory").items()}
+        more = numbers.pop("objective")
+        for group in ("memory", "routing"):
+            more |= {f"{group}/{name}": number for name, number in numbers.pop(group).items()}
         return numbers | more | {f"rollout_train_kl/turn_{number}": kl for number, kl in by_turn}

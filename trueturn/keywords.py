@@ -115,6 +115,7 @@ class TrainKeywords(RunKeywords, total=False):
     top_p: Any
     min_p: Any
     eval_temperature: Any
+    routing: Any
     sampler: Any
     group_filter: Any
     filter_equal: Any
@@ -177,6 +178,7 @@ class TrainKeywords(RunKeywords, total=False):
     tracker: Any
     callback: Any
     project: Any
+    record_routes: Any
 
 
 class PlayKeywords(RunKeywords, total=False):

@@ -34,6 +34,7 @@ from agents.checking.turns import (
     check_concurrency,
     check_pausing,
     check_protocol,
+    check_routes,
     check_second_turn,
     check_stop,
 )
@@ -58,6 +59,7 @@ CHECKS: Mapping[str, Callable[[Trial], Coroutine[Any, Any, Result]]] = {
     "budget": check_budget,
     "images": check_images,
     "second turn": check_second_turn,
+    "routes": check_routes,
     "many at once": check_concurrency,
     "cancelling": check_cancelling,
     "pausing": check_pausing,

@@ -9,13 +9,16 @@ import asyncio
 from collections.abc import Awaitable
 from dataclasses import replace
 
+import numpy as np
+
 from agents.checking.reference import Reference
 from agents.checking.trial import TURN, Trial, Turn, following
-from agents.engines.base import Engine, Session
+from agents.engines.base import Engine, Session, capabilities_of
 from agents.engines.own import missing_parts
-from agents.rollout.invariants import broken_turn
+from agents.model.architectures import ModelFacts
+from agents.rollout.invariants import broken_routes, broken_turn, check_types
 from agents.types import Completion
-from envs.checks import Broken
+from envs.checks import Broken, NotApplicable
 from envs.workers.process_info import children
 
 #: Tokens of a turn that is long enough to be interrupted, at first and at most.
@@ -118,6 +121,35 @@ async def check_second_turn(trial: Trial) -> str:
         raise Broken(found, "the request holds the whole stream: read what is new of it, and count all")
     fix = "let the second turn see all of the first as it was drawn, its last token and the new images included"
     return trial.compare([(longer, second)], fix)
+
+
+async def check_routes(trial: Trial) -> str:
+    """Two turns say which experts each token took in each layer: as many as the network has, none twice."""
+    shape = ModelFacts.load(trial.setup.model_path).routes
+    if shape is None:
+        raise NotApplicable("the model is no mixture of experts")
+    if not capabilities_of(trial.engine).gives_routes:
+        raise NotApplicable("the engine does not say which experts a token took: its capabilities lack gives_routes")
+    request = replace(trial.request(trial.with_image()), num_routed=0)
+    async with trial.engine.session() as session:
+        first = await session.generate(request)
+        num_routed = len(request.ids) + len(first.ids) - 1
+        longer = replace(following(trial, request, first), num_routed=num_routed)
+        second = await session.generate(longer)
+    fix = "give routes_RLK of the tokens from num_routed on to the last one that was read; see agents/types.py"
+    routes = []
+    for number, (asked, completion) in enumerate(((request, first), (longer, second)), 1):
+        check_types(completion)
+        if rule := broken_routes(number, asked, completion, shape):
+            raise Broken(rule, fix)
+        routes.append(completion.routes_RLK)
+    routes_RLK = np.sort(np.concatenate(routes))
+    # The rows of a layer without experts are zeros.
+    is_twice_RL = (routes_RLK[..., 1:] == routes_RLK[..., :-1]).any(-1) & routes_RLK.any(-1)
+    if is_twice_RL.any():
+        token, layer = np.argwhere(is_twice_RL)[0].tolist()
+        raise Broken(f"token {token} goes to {routes_RLK[token, layer].tolist()} in layer {layer}", fix)
+    return f"experts of {len(routes_RLK)} tokens in {shape.num_layers} layers, over two turns"
 
 
 async def ended(call: Awaitable[object], what: str) -> BaseException | None:

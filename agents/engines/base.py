@@ -54,12 +54,14 @@ class Capabilities:
     With "memory" it is a `MemoryEngine`. One that `has_servers` is a `ServersEngine` of
     `agents.engines.weight_servers`; it `frees_memory` if a learner on the GPUs of its servers may have their memory.
     One that `gives_kept_ids` obeys `SamplingParams.top_k`, `top_p` and `min_p`, and fills `Completion.kept_NK`.
+    One that `gives_routes` obeys `GenerateRequest.num_routed`, and fills `Completion.routes_RLK`.
     """
 
     weights: frozenset[WeightPath] = frozenset({"disk"})
     has_servers: bool = False
     frees_memory: bool = False
     gives_kept_ids: bool = False
+    gives_routes: bool = False
 
 
 class Session(Protocol):

@@ -110,6 +110,10 @@ class CacheWindow:
         values_BKWD.index_copy_(2, self._column_1, values)
         return keys_BKWD, values_BKWD
 
+    def add_routes(self, routes_BLK: Tensor) -> None:
+        """Write the routes of one new token a row."""
+        self._cache.routes_like(routes_BLK).index_copy_(1, self._column_1, routes_BLK[:, None])
+
     def get_seq_length(self, *_: object) -> int:
         """Columns, padding included."""
         return self.width

@@ -207,7 +207,9 @@ class HFEngine:
     @property
     def capabilities(self) -> Capabilities:
         """It copies weights in memory, or reads them from disk."""
-        return Capabilities(frozenset({"memory", "disk"}), gives_kept_ids=True)
+        return Capabilities(
+            frozenset({"memory", "disk"}), gives_kept_ids=True, gives_routes=self.model.routing.shape is not None
+        )
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return its weights by their names in the network."""
@@ -275,7 +277,7 @@ class HFEngine:
         cache = BatchCache([turn.prefix for turn in first], max(ends), self.device)
         self._prefill(first, ends, cache)
         for row, group in enumerate(groups):
-            prompt = CachedPrefix(first[row].stream[:-1], cache.row(row, is_last=True))
+            prompt = CachedPrefix(first[row].stream[:-1], cache.row(row, is_last=True), cache.routes_of(row))
             for turn in group:
                 turn.prefix = prompt
 
@@ -359,4 +361,6 @@ class HFEngine:
         for row in rows:
             turn = sampler.release(row)
             # The last sampled id has no keys yet; the next turn reads it.
-            turn.prefix = CachedPrefix(turn.stream[:-1], cache.row(row, is_last))
+            turn.prefix = CachedPrefix(turn.stream[:-1], cache.row(row, is_last), cache.routes_of(row))
+            if self.model.routing.shape:
+                turn.append_routes(self.model.routing.shape)

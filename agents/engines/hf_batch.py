@@ -1,6 +1,7 @@
 """The parts of a batch of the embedded engine: cached prefixes, turns while they are written, and sampling.
 
-Legend: B rows of a batch, T new tokens, K ids that one is drawn from, C cached columns, V vocabulary.
+Legend: B rows of a batch, T new tokens, K ids that one is drawn from, C cached columns, V vocabulary; in routes, L
+layers and K experts of a token.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from torch import Tensor
 from agents.engines.pending_turn import PendingTurn
 from agents.model.mrope import num_images_within
 from agents.model.stream_logprobs import kept_ids, sampling_logprobs
-from agents.types import Completion, ProcessedImage, SamplingParams
+from agents.types import Completion, ProcessedImage, RouteShape, SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """The part of a stream that was read: its ids and, per layer, keys and values of shape (2, heads, C, head_dim)."""
+    """The part of a stream that was read: its ids and, per layer, keys and values of shape (2, heads, C, head_dim).
+
+    A mixture also has the experts that each of its tokens took (`agents.model.routing`).
+    """
 
     ids: tuple[int, ...] = ()
     layers: tuple[Tensor, ...] = ()
+    routes_CLK: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -53,9 +58,18 @@ class BatchTurn(PendingTurn):
         if self.ids[-1] in self.request.sampling.stop_ids:
             self.finish = "stop"
 
+    def append_routes(self, shape: RouteShape) -> None:
+        """Append the experts of the tokens that were read and have no known experts yet, if they are asked for."""
+        if self.request.num_routed is None:
+            return
+        routes_CLK = self.prefix.routes_CLK
+        assert routes_CLK is not None, "a mixture keeps the routes of all that it reads"
+        # Those of earlier weights stay: their tokens were written with them.
+        self.routes.append(routes_CLK[self.num_routed :].cpu().numpy().astype(shape.dtype))
+
 
 class BatchCache:
-    """Keys and values of one batch: right-aligned columns that all rows append to at once.
+    """Keys and values, and routes, of one batch: right-aligned columns that all rows append to at once.
 
     Transformers calls `update` once per layer. `layers` are of shape (2, B, heads, columns, head_dim); they have room
     for `capacity` columns after those of the prefixes.
@@ -65,10 +79,13 @@ class BatchCache:
         self.length = max(len(prefix.ids) for prefix in prefixes)
         self.columns_BC = torch.zeros(len(prefixes), self.length + capacity, dtype=torch.bool, device=device)
         self.layers: list[Tensor] = []
+        self._routes_BCLK: Tensor | None = None
         for row, prefix in enumerate(prefixes):
             # Prefixes end at the same column, so that new tokens of all rows go to the same one.
             first = self.length - len(prefix.ids)
             self.columns_BC[row, first : self.length] = True
+            if prefix.routes_CLK is not None:
+                self.routes_like(prefix.routes_CLK)[row, first : self.length] = prefix.routes_CLK
             for layer, stored in enumerate(prefix.layers):
                 _, heads, _, dim = stored.shape
                 if layer == len(self.layers):
@@ -96,6 +113,18 @@ class BatchCache:
         store[1, :, :, self.length : end] = values
         return store[0, :, :, :end], store[1, :, :, :end]
 
+    def routes_like(self, routes_TLK: Tensor) -> Tensor:
+        """Return the routes of all columns, made at the first call for routes of the same layers and experts."""
+        if self._routes_BCLK is None:
+            self._routes_BCLK = routes_TLK.new_zeros(*self.columns_BC.shape, *routes_TLK.shape[1:])
+        return self._routes_BCLK
+
+    def add_routes(self, routes_TLK: Tensor) -> None:
+        """Append the routes of the new tokens of all rows, one row after the other."""
+        routes_BTLK = routes_TLK.unflatten(0, (len(self.columns_BC), -1))
+        end = self.length + routes_BTLK.shape[1]
+        self.routes_like(routes_TLK)[:, self.length : end] = routes_BTLK
+
     def get_seq_length(self, *_: object) -> int:
         """Columns so far, padding included."""
         return self.length
@@ -108,6 +137,8 @@ class BatchCache:
     def select(self, rows: Tensor) -> None:
         """Keep only these rows."""
         self.columns_BC = self.columns_BC[rows]
+        if self._routes_BCLK is not None:
+            self._routes_BCLK = self._routes_BCLK[rows]
         for layer, store in enumerate(self.layers):
             _, _, heads, columns, dim = store.shape
             self.layers[layer] = store.new_empty(2, len(rows), heads, columns, dim)
@@ -124,6 +155,12 @@ class BatchCache:
         if is_last and end - first == len(columns):
             return tuple(store[:, row, :, first:end] for store in self.layers)
         return tuple(store[:, row].index_select(2, columns) for store in self.layers)
+
+    def routes_of(self, row: int) -> Tensor | None:
+        """Return the routes (C, L, K) of one row's tokens; None in a dense network."""
+        if self._routes_BCLK is None:
+            return None
+        return self._routes_BCLK[row, : self.length][self.seen_BC[row]]
 
 
 class Sampler:

@@ -17,6 +17,7 @@ class PendingTurn:
     """A turn while it is written, in one go or, after pauses, in several.
 
     `num_misread` is how many more ids the engine counts in the prompt than the request has; the agent loop checks it.
+    It compares the first `num_again` of the routes with those that the stream has.
 
     Example: paused for new weights after two tokens, and stopped by stop id 2 after two more::
 
@@ -28,15 +29,22 @@ class PendingTurn:
     ids: list[int] = field(default_factory=list, init=False)
     logprobs: list[float] = field(default_factory=list, init=False)
     kept: list[NDArray[np.int32]] = field(default_factory=list, init=False)
+    routes: list[NDArray[np.uint8 | np.uint16]] = field(default_factory=list, init=False)
     versions: list[tuple[int, int]] = field(default_factory=list, init=False)
     finish: Literal["", "stop", "length"] = field(default="", init=False)
     num_cached: int = field(default=0, init=False)
     num_misread: int = field(default=0, init=False)
+    num_again: int = field(default=0, init=False)
 
     @property
     def num_left(self) -> int:
         """Tokens left of the budget."""
         return self.request.max_new_tokens - len(self.ids)
+
+    @property
+    def num_routed(self) -> int:
+        """How many of the stream's first tokens have known experts, before the turn and in it."""
+        return (self.request.num_routed or 0) + sum(map(len, self.routes)) - self.num_again
 
     @property
     def is_whole(self) -> bool:
@@ -65,6 +73,7 @@ class PendingTurn:
         # All tokens that were asked for are there: then it ended by length, whatever the engine said.
         rest = "length" if self.is_whole else "abort"
         kept_NK = np.concatenate(self.kept) if self.kept else None
+        routes_RLK = np.concatenate(self.routes) if self.routes else None
         return Completion(
             ids=tuple(self.ids),
             logprobs=tuple(self.logprobs),
@@ -73,4 +82,5 @@ class PendingTurn:
             versions=tuple(self.versions),
             num_cached=self.num_cached,
             kept_NK=kept_NK,
+            routes_RLK=routes_RLK,
         )

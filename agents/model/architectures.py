@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from agents.types import RouteShape
 from envs.datasets.hub import check_is_there
 from envs.errors import UserError, first_line
 
@@ -26,7 +27,9 @@ class Architecture:
     decoder and takes one position. `deepstack`: features of several layers of the tower enter the decoder (arXiv
     2406.04334). `windows`: most layers of the tower attend only within windows of `window_size` pixels (Qwen2.5-VL,
     arXiv 2502.13923, section 2.1.1). `names_are_saved`: a checkpoint holds the weights with the same names and shapes
-    as the network in memory.
+    as the network in memory; but with `transposes_experts` it holds the matrices of a mixture's experts as (experts,
+    inputs, outputs), where the network has (experts, outputs, inputs). So they lie on the hub, and servers read nothing
+    else; Transformers reads both and writes its own.
 
     Example::
 
@@ -40,6 +43,7 @@ class Architecture:
     vision: bool = False
     deepstack: bool = False
     windows: bool = False
+    transposes_experts: bool = False
 
     def decoder(self, network: nn.Module) -> Any:
         """Return the module with `embed_tokens` and `layers`."""
@@ -100,6 +104,8 @@ def _checkpoint_errors(path: Any) -> Iterator[None]:
 
 #: The most layers of a network, those of its vision tower included.
 MAX_BLOCKS = 10_000
+#: The most experts of a layer: 16 bits with a sign hold their numbers.
+MAX_EXPERTS = 2**15
 
 #: By the `model_type` of config.json.
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -107,9 +113,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_vl_moe": Architecture(
         "Qwen3VLMoeForConditionalGeneration",
         "Qwen3VLProcessor",
-        names_are_saved=False,
         vision=True,
         deepstack=True,
+        transposes_experts=True,
     ),
     "qwen2_5_vl": Architecture(
         "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor", names_are_saved=False, vision=True, windows=True
@@ -161,6 +167,8 @@ NO_IMAGE_TOKEN = -1
 class ModelFacts:
     """The facts about a network that its configuration gives without loading it.
 
+    `routes` is None for a network that is no mixture of experts.
+
     Example: Qwen3-VL has image token 151655 and merges 2 x 2 patches; a network without vision has -1 and 1.
     """
 
@@ -170,6 +178,7 @@ class ModelFacts:
     merge_size: int
     max_positions: int
     names_are_saved: bool
+    routes: RouteShape | None = None
 
     @classmethod
     def load(cls, path: str | Path) -> ModelFacts:
@@ -197,4 +206,16 @@ class ModelFacts:
                 merge_size=merge_size,
                 max_positions=int(config.get_text_config().max_position_embeddings),
                 names_are_saved=architecture.names_are_saved,
+                routes=_routes_of(config.get_text_config()),
             )
+
+
+def _routes_of(text: Any) -> RouteShape | None:
+    """Return the routes of a network with this configuration of its decoder; None without experts."""
+    num_experts = int(getattr(text, "num_experts", None) or 0)  # absent in a dense one
+    if not num_experts:
+        return None
+    shape = RouteShape(int(text.num_hidden_layers), num_experts, int(text.num_experts_per_tok))
+    if not 1 <= shape.top_k <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts {num_experts}, num_experts_per_tok {shape.top_k}")
+    return shape

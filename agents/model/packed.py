@@ -1,12 +1,14 @@
 """Packs token streams into one row, the input of `PolicyModel.token_scores`.
 
-Legend: T packed tokens, N chosen tokens, K ids that one was drawn from, M image placeholders.
+Legend: T packed tokens, N chosen tokens, K ids that one was drawn from (or experts of a token in one of L layers), M
+image placeholders.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +69,8 @@ class PackedStreams:
     """Sequences concatenated in one row, and the tokens to score.
 
     The logits at the places `before_N` predict the tokens `targets_N`, which were drawn from the ids `kept_NK`, or from
-    all without them. `placeholders_M` are the places of the image placeholders.
+    all without them. `placeholders_M` are the places of the image placeholders. `routes_TLK` are the experts that a
+    mixture's tokens take, -1 where a token chooses freely.
     """
 
     ids_T: Tensor
@@ -78,6 +81,7 @@ class PackedStreams:
     before_N: Tensor
     targets_N: Tensor
     kept_NK: Tensor | None = None
+    routes_TLK: Tensor | None = None
 
     @classmethod
     def build(
@@ -92,10 +96,11 @@ class PackedStreams:
         device: torch.device | str,
         with_buckets: bool,
         kept_NK: NDArray[np.int64] | None = None,
+        routes_TLK: NDArray[np.int16] | None = None,
     ) -> PackedStreams:
         """Move a layout to a device. `images` are those of each sequence, in token order."""
 
-        def tensor(array: NDArray[np.int64]) -> Tensor:
+        def tensor(array: NDArray[Any]) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
         return cls(
@@ -107,4 +112,5 @@ class PackedStreams:
             before_N=tensor(before_N),
             targets_N=tensor(targets_N),
             kept_NK=None if kept_NK is None else tensor(kept_NK),
+            routes_TLK=None if routes_TLK is None else tensor(routes_TLK),
         )

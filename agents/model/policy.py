@@ -30,6 +30,7 @@ from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, needs_bucke
 from agents.model.linear_logprobs import float32_product, linear_scores
 from agents.model.mrope import mrope_positions
 from agents.model.packed import PackedStreams, VisionBatch
+from agents.model.routing import Routing
 from agents.model.vision import tower_inputs
 from agents.types import ProcessedImage, SamplingDistribution
 
@@ -59,6 +60,7 @@ class PolicyModel(nn.Module):
             self._vision_tower.config._attn_implementation = VISION_ATTENTION
         if self.architecture.deepstack:
             self._decoder._deepstack_process = add_features
+        self.routing = Routing(self._decoder)
 
     @classmethod
     def load(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> PolicyModel:
@@ -85,8 +87,12 @@ class PolicyModel(nn.Module):
         if weights is None:
             weights = dict(self.named_parameters())  # names a tied weight once
         # Transformers knows the network without our prefix.
-        state = {n.removeprefix("backbone."): tensor.detach().to("cpu", dtype) for n, tensor in weights.items()}
-        backbone.save_pretrained(folder, state_dict=state)
+        named = {n.removeprefix("backbone."): tensor.detach().to("cpu", dtype) for n, tensor in weights.items()}
+        state = {name: self.as_saved(name, weight) for name, weight in named.items()}
+        # Transformers would turn experts back to how they lie in memory.
+        backbone.save_pretrained(
+            folder, state_dict=state, save_original_format=not self.architecture.transposes_experts
+        )
         self.save_settings(folder, dtype)
 
     def save_settings(self, folder: str | Path, dtype: torch.dtype) -> None:
@@ -98,6 +104,26 @@ class PolicyModel(nn.Module):
         if self.architecture.processor:  # for servers; TrueTurn does not read it
             text = json.dumps({"processor_class": self.architecture.processor}, indent=1) + "\n"
             (Path(folder) / "processor_config.json").write_text(text, encoding="utf-8")
+
+    def as_saved(self, name: str, weight: Tensor) -> Tensor:
+        """Return a weight as it lies in a checkpoint, given as it lies there or in memory; only experts differ."""
+        lies_as_in_memory = self._is_expert(name, weight) and weight.shape[1:] == self._expert_shape(name)
+        # Nobody could tell how a square matrix lies: Transformers reads it as one of its own.
+        if lies_as_in_memory and weight.shape[1] != weight.shape[2]:
+            return weight.transpose(1, 2).contiguous()
+        return weight
+
+    def as_in_memory(self, name: str, weight: Tensor) -> Tensor:
+        """Return a weight of a checkpoint, or some of its rows, as it lies in the network."""
+        if self._is_expert(name, weight) and weight.shape[1:] != self._expert_shape(name):
+            return weight.transpose(1, 2)
+        return weight
+
+    def _is_expert(self, name: str, weight: Tensor) -> bool:
+        return self.architecture.transposes_experts and ".mlp.experts." in name and weight.dim() == 3
+
+    def _expert_shape(self, name: str) -> torch.Size:
+        return self.backbone.get_parameter(name).shape[1:]
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -173,7 +199,10 @@ class PolicyModel(nn.Module):
         else:
             places = ()
         cached = {_cache_name(type(self._decoder)): cache}
-        hidden_BTH = self._hidden(ids_BT, positions_3BT, vision, places, attention_mask=attention_mask, **cached)
+        with self.routing.forward(None, keeps_chosen=cache is not None):
+            hidden_BTH = self._hidden(ids_BT, positions_3BT, vision, places, attention_mask=attention_mask, **cached)
+            if cache is not None and self.routing.shape:
+                cache.add_routes(self.routing.chosen())
         return float32_logits(hidden_BTH[select], self.backbone.lm_head)
 
     def next_logits(self, ids_B: Tensor, positions_B: Tensor, seen_BC: Tensor, cache: Any) -> Tensor:
@@ -186,23 +215,27 @@ class PolicyModel(nn.Module):
         last = (rows_B, torch.zeros_like(rows_B))
         return self(ids_B[:, None], positions_3B1, seen_BC[:, None, None], last, None, cache)
 
-    def token_scores(self, packed: PackedStreams, distribution: SamplingDistribution) -> tuple[Tensor, Tensor]:
+    def token_scores(
+        self, packed: PackedStreams, distribution: SamplingDistribution, keeps_chosen: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return the log-prob of each chosen token and the entropy in nats at its place, both (N,) float32.
 
         This is the network of `forward` over one packed row: nothing is padded, and only one chunk of logits
-        (`agents.model.linear_logprobs`) exists at a time.
+        (`agents.model.linear_logprobs`) exists at a time. A mixture's tokens go to the experts of `packed.routes_TLK`;
+        with `keeps_chosen`, `routing.chosen()` then has those that they went to.
         """
         row = torch.zeros_like(packed.placeholders_M)
         # Transformers passes on a mask of four dimensions unchanged, so it makes none over the whole row.
         unused_1111 = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.device)
-        hidden_1TH = self._hidden(
-            packed.ids_T[None],
-            packed.positions_3T[:, None],
-            packed.vision,
-            (row, packed.placeholders_M),
-            attention_mask=unused_1111,
-            segments=packed.segments,
-        )
+        with self.routing.forward(packed.routes_TLK, keeps_chosen):
+            hidden_1TH = self._hidden(
+                packed.ids_T[None],
+                packed.positions_3T[:, None],
+                packed.vision,
+                (row, packed.placeholders_M),
+                attention_mask=unused_1111,
+                segments=packed.segments,
+            )
         hidden_NH = hidden_1TH[0].index_select(0, packed.before_N)
         lm_head: Any = self.backbone.lm_head
         return linear_scores(

@@ -38,6 +38,7 @@ from agents.recording.schema import (
     TOKENS,
     TRAIN,
     Manifest,
+    RoutesRecord,
     episode_id,
     read_token,
 )
@@ -58,7 +59,8 @@ class Recorder:
     """Appends episodes to a folder.
 
     `spell` gives the bytes of a token id, so that a recording can be read without the tokenizer. `share` is the share
-    of groups that are recorded, always the same ones and with all their episodes; other episodes are skipped.
+    of groups that are recorded, always the same ones and with all their episodes; other episodes are skipped. The
+    experts of a mixture are recorded `with_routes`.
 
     Example::
 
@@ -74,6 +76,7 @@ class Recorder:
         manifest: Manifest,
         spell: Callable[[int], bytes] | None = None,
         share: float = 1.0,
+        with_routes: bool = False,
     ) -> None:
         """Open the files; a recording that is already in the folder is continued.
 
@@ -83,6 +86,7 @@ class Recorder:
         self.folder = folder
         self.manifest = manifest
         self.share = share
+        self.with_routes = with_routes
         #: What was wrong with the files before, in a sentence each.
         self.notes = list[str]()
         # A link in a stranger's folder would have images written wherever it leads.
@@ -235,6 +239,7 @@ class Recorder:
             "mask": t.mask_T.astype(np.int8),
             "logprobs": _floats(t.logprobs_T[t.mask_T]),
             **({} if t.kept_NK is None else {"kept": base64.b64encode(t.kept_NK.astype("<i4").tobytes()).decode()}),
+            **({} if t.routes_RLK is None or not self.with_routes else {"routes": RoutesRecord.line(t.routes_RLK)}),
             "images": [
                 {"digest": image.digest, "grid": list(image.grid_thw), "num_tokens": image.num_tokens}
                 for image in t.images
@@ -345,9 +350,13 @@ def _written(line: Mapping[str, Any]) -> bytes:
     """Return a line as it is written, such that our own reader takes it: what a run records is never lost.
 
     An environment may give texts of any size. Where the line would be too long, these are cut, from 2**20 characters
-    or items on and then from fewer, and the episode is marked as not exact.
+    or items on and then from fewer, and the episode is marked as not exact. The experts of so long a stream are left
+    out before that.
     """
     text = _dumped(line)
+    if len(text) > MAX_LINE and "routes" in line:
+        line = {**line, "routes": None}
+        text = _dumped(line)
     limit = 2**20
     while (len(text) > MAX_LINE or memory_of(text) > MAX_VALUES) and limit > 1:
         parts = {key: cut(value, limit) for key, value in line.items() if key in _OF_ENVIRONMENT}

@@ -249,6 +249,7 @@ class Recording:
             mask_T=episode.mask_T,
             logprobs_T=episode.logprobs_T,
             kept_NK=episode.kept_NK,
+            routes_RLK=episode.routes_RLK,
             images=processed,
             turns=tuple(self._turn(turn) for turn in episode.turns),
             reward=episode.reward,

@@ -12,13 +12,14 @@ A recording is a folder::
 Each line of a `.gz` file is a gzip member of its own. Lines of different files with the same `id` belong together; of
 two lines with the same id in one file, the later one counts.
 
-Legend: T tokens of one stream, N those of them that the model wrote.
+Legend: T tokens of one stream, N those of them that the model wrote, R those of known experts.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,6 +183,41 @@ class ImageRecord(_Record):
         return self.grid
 
 
+class RoutesRecord(_Record):
+    """The experts that R tokens took in each of so many layers.
+
+    `experts` has `top_k` numbers for each token and layer, of `width` bytes each, little-endian.
+
+    Example: `RoutesRecord(num_layers=48, top_k=8, width=1, experts=...)` has 384 bytes a token.
+    """
+
+    num_layers: Annotated[int, Field(ge=1, lt=2**16)]
+    top_k: Annotated[int, Field(ge=1, lt=2**16)]
+    width: Literal[1, 2]
+    # As text, for the same reason as `kept`.
+    experts: Base64Bytes
+
+    @model_validator(mode="after")
+    def _has_whole_rows(self) -> Self:
+        row = self.num_layers * self.top_k * self.width
+        if len(self.experts) % row:
+            raise ValueError(f"{len(self.experts)} bytes are no whole rows of {row}")
+        return self
+
+    @classmethod
+    def line(cls, routes_RLK: NDArray[np.uint8 | np.uint16]) -> dict[str, Any]:
+        """Return the record of an array as it is written."""
+        _, num_layers, top_k = routes_RLK.shape
+        width = routes_RLK.itemsize
+        experts = base64.b64encode(routes_RLK.astype(f"<u{width}").tobytes())
+        return {"num_layers": num_layers, "top_k": top_k, "width": width, "experts": experts.decode()}
+
+    @property
+    def array(self) -> NDArray[np.uint8 | np.uint16]:
+        """The experts, (R, layers, top_k)."""
+        return np.frombuffer(self.experts, dtype=f"<u{self.width}").reshape(-1, self.num_layers, self.top_k)
+
+
 class EpisodeRecord(_Record):
     """One finished episode.
 
@@ -193,8 +229,9 @@ class EpisodeRecord(_Record):
     `{"type": "image", "image": "images/HASH.png"}`. `is_exact` is False where label or metadata held a value that JSON
     cannot hold; it is recorded as text. `tools` is a hash of the tools' schemas, empty where there are none. `logprobs`
     are the engine's, for the N tokens whose mask is 1; `kept` has the ids that each of these was drawn from, K little
-    int32 for each, and is empty where that was the whole vocabulary. `began` is in seconds since 1970. `rewards` has
-    the value of each reward function, if the run had any, and `verdicts` the text of each judge among them.
+    int32 for each, and is empty where that was the whole vocabulary. `routes` are the experts of the tokens before the
+    last one of the last turn; None unless they were recorded. `began` is in seconds since 1970. `rewards` has the value
+    of each reward function, if the run had any, and `verdicts` the text of each judge among them.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -227,6 +264,7 @@ class EpisodeRecord(_Record):
     logprobs: tuple[float | None, ...]
     # As text: lists of numbers would take ten times the memory when they are read.
     kept: Base64Bytes = b""
+    routes: RoutesRecord | None = None
     images: tuple[ImageRecord, ...]
     began: float
     total_s: float
@@ -246,6 +284,13 @@ class EpisodeRecord(_Record):
         if not self.kept:
             return None
         return np.frombuffer(self.kept, dtype="<i4").reshape(len(self.logprobs), -1)
+
+    @property
+    def routes_RLK(self) -> NDArray[np.uint8 | np.uint16] | None:
+        """The experts of the first R tokens; None unless they were recorded."""
+        if self.routes is None:
+            return None
+        return self.routes.array
 
     @property
     def env_reward(self) -> float:

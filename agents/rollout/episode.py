@@ -18,11 +18,11 @@ from typing import Any
 
 from agents.engines.base import Engine, Session
 from agents.rendering.renderer import Renderer
-from agents.rollout.invariants import Vocabulary, broken_invariant, broken_turn, check_types
+from agents.rollout.invariants import Vocabulary, broken_invariant, broken_routes, broken_turn, check_types
 from agents.rollout.rewards import RewardSum
 from agents.rollout.stream import Stream
 from agents.rollout.template_check import template_mismatch
-from agents.types import EndReason, GenerateRequest, SamplingParams, Timing, Trajectory, Turn
+from agents.types import EndReason, GenerateRequest, RouteShape, SamplingParams, Timing, Trajectory, Turn
 from envs.contract import EnvFault, EpisodeEnv, ToolFault, is_json, plain_dict
 from envs.execution.runner import EnvRunner, StepResult
 from envs.spec import EnvLimits, EnvSpec
@@ -78,7 +78,8 @@ class Episode:
     """What all episodes of a run share; `run` plays one.
 
     The environment gets only what the model says outside of `thinking` (None: each turn as it is); the stream and the
-    turns of the trajectory hold all of it. `rewards` are the reward functions of the run, if it has any.
+    turns of the trajectory hold all of it. `rewards` are the reward functions of the run, if it has any. With `routes`
+    the engine is asked which experts each token takes, as the shape says; it must be one that `gives_routes`.
 
     Example::
 
@@ -96,6 +97,7 @@ class Episode:
         use_tools: bool = True,
         thinking: Thinking | None = None,
         rewards: RewardSum = RewardSum(),
+        routes: RouteShape | None = None,
     ) -> None:
         self.engine = engine
         self.renderer = renderer
@@ -104,6 +106,7 @@ class Episode:
         self.use_tools = use_tools
         self.thinking = thinking
         self.rewards = rewards
+        self.routes = routes
         self._numbers = count()
         self._vocabulary = Vocabulary.of(renderer)
 
@@ -150,6 +153,7 @@ class Episode:
             mask_T=mask_T,
             logprobs_T=logprobs_T,
             kept_NK=stream.kept_NK,
+            routes_RLK=stream.routes_RLK,
             images=stream.images,
             turns=tuple(state.turns),
             reward=reward,
@@ -260,14 +264,17 @@ class Episode:
     async def _turn(self, session: Session, state: EpisodeState, number: int, room: int) -> StepResult:
         """Let the model write at most `room` tokens, and the environment answer."""
         stream = state.stream
-        request = GenerateRequest(stream.ids, stream.images, room, self.sampling, state.seed * 1000 + number - 1)
+        seed = state.seed * 1000 + number - 1
+        num_routed = stream.num_routed if self.routes else None
+        request = GenerateRequest(stream.ids, stream.images, room, self.sampling, seed, num_routed)
         asked = time.perf_counter()
         completion = await session.generate(request)
         answered = time.perf_counter()
         check_types(completion)
         rule = broken_turn(number, request, completion)
-        if rule:  # so that nothing that follows joins sets of different widths
-            completion = replace(completion, kept_NK=None)
+        rule = rule or broken_routes(number, request, completion, self.routes, stream.last_turn)
+        if rule:  # so that nothing that follows joins arrays of different widths
+            completion = replace(completion, kept_NK=None, routes_RLK=None)
         state.check_s += time.perf_counter() - answered
         start, end = stream.write(completion)
         turn = Turn(

@@ -4,7 +4,7 @@ A function here returns the first broken rule as one sentence with the turn, the
 never raises and changes nothing. The agent loop checks every trajectory, after each turn (`broken_turn`) and at the end
 (`broken_invariant`). Whoever reads a recorded stream checks it again: it may be a stranger's.
 
-Legend: T tokens of one stream.
+Legend: T tokens of one stream, R of them with known experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from agents.rendering.renderer import Rendered, Renderer
 from agents.rollout.stream import first_difference
-from agents.types import Completion, Finish, GenerateRequest, Trajectory, Turn
+from agents.types import Completion, Finish, GenerateRequest, RouteShape, Trajectory, Turn
 
 if TYPE_CHECKING:
     # A recorded episode has the same fields.
@@ -79,6 +79,12 @@ def check_types(completion: object) -> None:
     kept = completion.kept_NK
     if kept is not None and not (isinstance(kept, np.ndarray) and kept.dtype == np.int32):
         raise TypeError(f"kept_NK of a Completion must be an array of int32, got {type(kept).__name__}")
+    routes = completion.routes_RLK
+    if routes is not None and not (
+        isinstance(routes, np.ndarray) and routes.dtype in (np.uint8, np.uint16) and routes.ndim == 3
+    ):
+        rule = "must be an array (tokens, layers, experts) of uint8 or uint16"
+        raise TypeError(f"routes_RLK of a Completion {rule}, got {type(routes).__name__}")
 
 
 def broken_turn(number: int, request: GenerateRequest, completion: Completion) -> str | None:
@@ -109,6 +115,58 @@ def broken_turn(number: int, request: GenerateRequest, completion: Completion) -
     if c.finish == "stop" and c.ids[-1] not in request.sampling.stop_ids:
         return f"turn {number}: the engine stopped at id {c.ids[-1]}, the stop ids are {request.sampling.stop_ids}"
     return _broken_sets(number, request.sampling.top_k, c)
+
+
+def broken_routes(
+    number: int,
+    request: GenerateRequest,
+    c: Completion,
+    shape: RouteShape | None,
+    before: Completion | None = None,
+) -> str | None:
+    """Return the first rule that the experts of a turn break; None when all hold, or the turn was cut off.
+
+    Rules: every token that the engine has read has as many experts in each layer as the network's `shape` says, each
+    with the number of one. Tokens of the turn `before` have the same ones as there. Nobody gets any without asking.
+    """
+    if request.num_routed is None or shape is None:
+        return None if c.routes_RLK is None else f"turn {number}: experts of tokens that nobody asked for"
+    if c.finish == "abort":
+        return None
+    num_new = c.prompt_length + len(c.ids) - 1 - request.num_routed
+    num_again = 0
+    if c.routes_RLK is not None:
+        num_again = min(request.num_routed, max(0, len(c.routes_RLK) - num_new))
+    rule = wrong_experts(c.routes_RLK, num_again + num_new, shape)
+    if rule is None and before and before.routes_RLK is not None and c.routes_RLK is not None:
+        same = min(num_again, len(before.routes_RLK))
+        if _mostly_differ(before.routes_RLK[len(before.routes_RLK) - same :], c.routes_RLK[num_again - same :][:same]):
+            rule = f"the last {same} tokens of the turn before have other experts than they had there"
+    return rule and f"turn {number}: {rule}"
+
+
+def _mostly_differ(one_RLK: NDArray[np.uint8 | np.uint16], other_RLK: NDArray[np.uint8 | np.uint16]) -> bool:
+    """Return whether most sets of experts differ.
+
+    A few may: of two episodes with an equal turn, a server keeps what one of them has read, and routed a tenth of it
+    otherwise because their batches were others.
+    """
+    differ_RL = (np.sort(one_RLK) != np.sort(other_RLK)).any(-1)
+    # A layer without experts has zeros in both.
+    has_experts_RL = one_RLK.any(-1) | other_RLK.any(-1)
+    return bool(2 * differ_RL.sum() > has_experts_RL.sum())
+
+
+def wrong_experts(routes_RLK: NDArray[np.uint8 | np.uint16] | None, num_tokens: int, shape: RouteShape) -> str | None:
+    """Return why these are no experts of so many tokens; None if they are."""
+    wanted = (num_tokens, shape.num_layers, shape.top_k)
+    if routes_RLK is None or routes_RLK.shape != wanted:
+        found = None if routes_RLK is None else routes_RLK.shape
+        return f"experts of shape {found}, the tokens that were read need {wanted}"
+    largest = routes_RLK.max(initial=0)
+    if largest >= shape.num_experts:
+        return f"a token went to expert {largest}, the network has {shape.num_experts}"
+    return None
 
 
 def _broken_sets(number: int, top_k: int, c: Completion) -> str | None:
@@ -153,12 +211,15 @@ def broken_stream(stream: TokenStream) -> str | None:
     """Return the first rule that a stream breaks, of those that need no vocabulary; None when all hold.
 
     Rules: those of `broken_spans`. The first turn follows the prompt. Log-probs are finite, at most 0, and 0 outside
-    the mask. Each token is one of the ids that it was drawn from.
+    the mask. Each token is one of the ids that it was drawn from. Experts are known of all tokens but the last one of
+    the last turn and those after it, or of none.
     """
     rule = _broken_lengths(stream) or _broken_start(stream) or _broken_turns(stream) or _broken_logprobs(stream)
-    if rule or stream.kept_NK is None:
-        return rule
-    return _broken_kept(stream.ids_T[stream.mask_T], stream.kept_NK)
+    if rule is None and stream.kept_NK is not None:
+        rule = _broken_kept(stream.ids_T[stream.mask_T], stream.kept_NK)
+    if rule is None and stream.routes_RLK is not None:
+        rule = _broken_rows(stream, len(stream.routes_RLK))
+    return rule
 
 
 def broken_spans(stream: TokenStream) -> str | None:
@@ -174,6 +235,13 @@ def _broken_lengths(t: TokenStream) -> str | None:
     if len(t.ids_T) == len(t.mask_T) == len(t.logprobs_T):
         return None
     return f"lengths differ: {len(t.ids_T)} ids, {len(t.mask_T)} mask, {len(t.logprobs_T)} logprobs"
+
+
+def _broken_rows(t: TokenStream, num_routed: int) -> str | None:
+    num_read = t.turns[-1].end - 1 if t.turns else 0
+    if num_routed == num_read:
+        return None
+    return f"experts of {num_routed} tokens, {num_read} were read by the end of the last turn"
 
 
 def _broken_start(t: TokenStream) -> str | None:

@@ -1,11 +1,13 @@
 """The token stream of one episode while it grows.
 
-Legend: T tokens of the stream.
+Legend: T tokens of the stream, R of them with known experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +45,9 @@ class Stream:
         self.images: tuple[ProcessedImage, ...] = ()
         #: What was read (`Rendered`) and written (`Completion`), in order.
         self.pieces: list[Rendered | Completion] = []
+        #: How many of the first tokens an engine has read by the end of the last turn, and that turn.
+        self.num_routed = 0
+        self.last_turn: Completion | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -60,19 +65,28 @@ class Stream:
 
     def write(self, completion: Completion) -> tuple[int, int]:
         """Append a model turn; return its span [start, end)."""
-        self.pieces.append(completion)
         start = len(self.ids)
         self.ids += completion.ids
+        # The last token of a turn is read with what follows it.
+        num_read = len(self.ids) - 1
+        if completion.routes_RLK is not None:
+            num_again = len(completion.routes_RLK) - (num_read - self.num_routed)
+            completion = replace(completion, routes_RLK=completion.routes_RLK[num_again:])
+        self.num_routed = num_read
+        self.pieces.append(completion)
+        self.last_turn = completion
         return start, len(self.ids)
 
     @property
     def kept_NK(self) -> NDArray[np.int32] | None:
         """The ids that each token of the model was drawn from; None unless all turns have them."""
-        written = [piece.kept_NK for piece in self.pieces if isinstance(piece, Completion)]
-        kept = [kept_NK for kept_NK in written if kept_NK is not None]
-        if not kept or len(kept) < len(written):
-            return None
-        return np.concatenate(kept)
+        return _joined([piece.kept_NK for piece in self.pieces if isinstance(piece, Completion)])
+
+    @property
+    def routes_RLK(self) -> NDArray[np.uint8 | np.uint16] | None:
+        """The experts of the first `num_routed` tokens; None unless all turns have theirs, and none was cut off."""
+        written = [piece for piece in self.pieces if isinstance(piece, Completion)]
+        return _joined([None if piece.finish == "abort" else piece.routes_RLK for piece in written])
 
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.float32]]:
         """Return ids_T, mask_T and logprobs_T; log-probs are 0 in a turn that has more or fewer of them than tokens."""
@@ -89,3 +103,11 @@ class Stream:
                 if len(piece.logprobs) == end - start:
                     logprobs_T[start:end] = piece.logprobs
         return ids_T, mask_T, logprobs_T
+
+
+def _joined(parts: Sequence[NDArray[Any] | None]) -> Any:
+    """Return the parts as one array; None where one is missing, or there is none."""
+    given = [part for part in parts if part is not None]
+    if not given or len(given) < len(parts):
+        return None
+    return np.concatenate(given)

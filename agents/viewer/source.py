@@ -320,6 +320,8 @@ class Source:
         """
         with self._lock:
             line = self.line(index)
+            # Most of a line that has them, and no part of the page.
+            line.pop("routes", None)
             ways = self.recording.manifest.ways
             if (way := ways.get(line["way"])) and way.thinking:
                 line["turns"] = [{**turn, "parts": way.thinking.parts(turn["text"])} for turn in line["turns"]]

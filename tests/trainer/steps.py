@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from agents.model.policy import PolicyModel
-from agents.types import ProcessedImage, SamplingParams, TrajectoryGroup
+from agents.types import ProcessedImage, RouteShape, SamplingParams, TrajectoryGroup
 from tests.builders import fresh_model, group, trajectory
 from tests.processes import run_ranks
 from tests.tiny_models import write_tiny_model
@@ -157,6 +158,27 @@ def random_samples(model: PolicyModel, seed: int = 0) -> list[TrainingSample]:
     return samples_of(random_groups(model, seed), model.image_token_id, model.merge_size)
 
 
+def routed(samples: Sequence[TrainingSample], shape: RouteShape) -> list[TrainingSample]:
+    """Give samples random routes: one for each prompt, then one for each token of a sample but the last that it wrote.
+
+    The samples of the last prompt have none, and choose freely.
+    """
+    rng = np.random.default_rng(0)
+
+    def draw(num_tokens: int) -> NDArray[np.uint8]:
+        every_RLE = rng.permuted(np.tile(np.arange(shape.num_experts), (num_tokens, shape.num_layers, 1)), axis=-1)
+        return every_RLE[..., : shape.top_k].astype(np.uint8)
+
+    prompts: dict[object, NDArray[np.uint8]] = {}
+    given = []
+    for sample in samples:
+        prompt_RLK = prompts.setdefault(sample.prompt_key, draw(sample.prefix_length))
+        own_RLK = draw(int(np.flatnonzero(sample.mask_T)[-1]) - sample.prefix_length)
+        is_last = sample.prompt_key == samples[-1].prompt_key
+        given.append(sample if is_last else replace(sample, routes_RLK=np.concatenate([prompt_RLK, own_RLK])))
+    return given
+
+
 @dataclass(frozen=True)
 class Case:
     """A tiny checkpoint of one architecture and streams for it."""
@@ -171,7 +193,10 @@ class Case:
         write_tiny_model(folder, model_type)
         model = fresh_model(folder)
         suppressed = (model.image_token_id, model.config.video_token_id) if model.architecture.vision else (3,)
-        return cls(folder, random_samples(model), SamplingParams(0.9, suppressed_ids=suppressed))
+        samples = random_samples(model)
+        if model.routing.shape:
+            samples = routed(samples, model.routing.shape)
+        return cls(folder, samples, SamplingParams(0.9, suppressed_ids=suppressed))
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,7 @@ class RolloutConfig(Section):
         description="of the --top-k tokens, draw from the most likely ones that have this probability together",
     )
     min_p: float = Field(
+        json_schema_extra=NO_FLAG,
         default=0.0,
         ge=0,
         lt=1,
@@ -198,6 +199,12 @@ class RolloutConfig(Section):
     )
     eval_temperature: float = Field(
         default=0.0, ge=0, description="temperature of evaluation; 0: always the most likely token"
+    )
+    # A token that takes other experts in the trainer has another log-prob there.
+    routing: Literal["replay", "free"] = Field(
+        default="replay",
+        description="experts of a mixture's tokens in the trainer; replay: those that the engine chose, where it says "
+        "which; free: the trainer chooses again",
     )
     # Bounds the key-value cache, which holds a row for each episode of the batch.
     max_batch: int = Field(
@@ -310,7 +317,7 @@ class RolloutConfig(Section):
     @field_validator("top_p", "min_p")
     @classmethod
     def _cuts_what_is_known(cls, value: float, info: ValidationInfo) -> float:
-        # Of --top-p 1 cuts nothing, of --min-p 0.
+        # Of --top-p 1 cuts nothing, of min_p 0.
         if value not in (0.0, 1.0) and not info.data.get("top_k", 1):
             raise ValueError("needs --top-k, at most 256: what a token was drawn from is trained on; give --top-k 256")
         # SGLang's sampling backends disagree about which of the two comes first.

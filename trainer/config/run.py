@@ -118,6 +118,12 @@ class RunDirConfig(Section):
 class LogConfig(RunDirConfig):
     """Run folder, trackers and recording."""
 
+    # Hundreds of bytes a token, where all else takes seven.
+    record_routes: bool = Field(
+        json_schema_extra=NO_FLAG,
+        default=False,
+        description="record which experts of a mixture each token took; with --routing replay",
+    )
     # Whole groups, because a part of one shows no advantage.
     record: float = Field(
         default=1.0,
@@ -186,6 +192,11 @@ class RunConfig(Section):
         """Whether weights are trained."""
         return not self.stages.rollout_only
 
+    @property
+    def reads_routes(self) -> bool:
+        """Whether the learner or the recording takes the experts that a mixture's tokens took in the engine."""
+        return self.rollout.routing == "replay" and (self.trains or self.log.record_routes)
+
     def check(self) -> None:
         """Raise `UserError` where sections do not fit together, or to this host."""
         # A group is never split: its advantages need all of its episodes.
@@ -196,8 +207,11 @@ class RunConfig(Section):
             raise UserError("--minibatches", rule, self.optim.minibatches, fix)
         # Its output layer is split over ranks, and does not take the ids that a token was drawn from.
         if self.rollout.top_k and self.cluster.backend == "megatron":
-            fix = "leave --top-k, --top-p and --min-p out, or --backend"
+            fix = "leave --top-k, --top-p and min_p out, or --backend"
             raise UserError("--top-k", "must be 0 with --backend megatron", self.rollout.top_k, fix)
+        if self.log.record_routes and self.rollout.routing != "replay":
+            fix = "leave one of the two out"
+            raise UserError("record_routes", "needs --routing replay", f"--routing {self.rollout.routing}", fix)
         if self.plays and self.rollout.keep_kv_cache:
             self._check_kv_cache()
         if self.plays:

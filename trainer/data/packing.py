@@ -100,6 +100,7 @@ def training_sample(
         weight=weight,
         key=trajectory.key,
         kept_NK=trajectory.kept_NK,
+        routes_RLK=trajectory.routes_RLK,
     )
 
 
@@ -245,6 +246,7 @@ def collate(
         device=device,
         with_buckets=needs_buckets(torch.device(device), dtype),
         kept_NK=_kept_ids(samples, len(targets_N)),
+        routes_TLK=_routes(rows),
     )
     return MicroBatch(**vars(token_batch(samples, device)), packed=packed)
 
@@ -257,6 +259,27 @@ def _kept_ids(samples: Sequence[TrainingSample], num_tokens: int) -> NDArray[np.
     kept_NK = np.concatenate(kept).astype(np.int64)
     assert len(kept_NK) == num_tokens, f"{len(kept_NK)} sets of kept ids for {num_tokens} tokens"
     return kept_NK
+
+
+def _routes(rows: Sequence[Row]) -> NDArray[np.int16] | None:
+    """Return the experts of each packed token, -1 where they are not known; None where those of no token are."""
+    known = [sample.routes_RLK for row in rows for sample in row.samples if sample.routes_RLK is not None]
+    if not known:
+        return None
+    # Filled in place: of a long micro-batch these are tens of megabytes.
+    routes_TLK = np.full((sum(row.num_tokens for row in rows), *known[0].shape[1:]), -1, dtype=np.int16)
+    start = 0
+    for row in rows:
+        first = 0
+        for sample in row.samples:
+            # The tokens of a shared prompt come once, with those of the first sample.
+            num_tokens = len(sample.ids_T) - first
+            if sample.routes_RLK is not None:
+                own_RLK = sample.routes_RLK[first:]
+                routes_TLK[start : start + len(own_RLK)] = own_RLK
+            start += num_tokens
+            first = row.prefix_length
+    return routes_TLK
 
 
 def token_batch(samples: Sequence[TrainingSample], device: torch.device | str) -> TokenBatch:

@@ -9,8 +9,9 @@ Legend: N model tokens of a micro-batch or sample.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from agents.types import ProcessedImage, SamplingParams
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import LearnerConfig, OptimConfig
 from trainer.data.packing import collate, filler_row, pack_rows
-from trainer.learner.collectives import ensure_process_group
+from trainer.learner.collectives import ensure_process_group, reduce_over_ranks
 from trainer.learner.dcp_state import StateWriter, restore, trained_state
 from trainer.learner.lora import add_lora, disabled, is_adapter, merged_weights, packed_adapter, plain_name
 from trainer.learner.offload import OffloadedState
+from trainer.learner.routing_stats import RoutingSums
 from trainer.learner.sharding import (
     freeze_vision,
     keep_gathered,
@@ -135,7 +137,10 @@ class FSDPLearner(StepLearner[MicroBatch]):
         with torch.no_grad(), adapters:
             for bins in runs:
                 for batch in self._batches(bins, any_images):
-                    on_micro_batch(batch, *network.token_scores(batch.packed, self.sampling.distribution))
+                    packed = batch.packed
+                    if is_reference:  # it has written no token, so no route is its own
+                        packed = replace(packed, routes_TLK=None)
+                    on_micro_batch(batch, *network.token_scores(packed, self.sampling.distribution))
         reshard(network)
 
     def _update(
@@ -163,6 +168,22 @@ class FSDPLearner(StepLearner[MicroBatch]):
             (loss * dist.get_world_size()).backward()
         if bins:
             self._step_optimizer(sums)
+
+    def _routing_stats(self, samples: Sequence[TrainingSample], any_images: bool) -> Mapping[str, float]:
+        """Compute the first micro-batch of these samples with free choice, and compare it with the engine's routes.
+
+        It runs uncompiled: another form of each block would take longer to compile than it saves.
+        """
+        sums = RoutingSums(self.model.routing, self.device)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            for batch in self._batches(self._bins(self._rows(samples))[:1], any_images):
+                free = replace(batch.packed, routes_TLK=None)
+                logprobs_N, _ = self.model.token_scores(free, self.sampling.distribution, keeps_chosen=True)
+                chosen_TLK = self.model.routing.chosen()
+                if batch.packed.routes_TLK is not None:  # another rank may have all that are known
+                    sums.add(batch.packed.routes_TLK, chosen_TLK, logprobs_N, batch.rollout_logprobs_N)
+        reshard(self.model)
+        return sums.stats(reduce_over_ranks(sums.sums, dist.ReduceOp.SUM, self.device))
 
     def _rows(self, samples: Sequence[TrainingSample]) -> list[Row]:
         """Return rows that hold a prompt once for the samples which share it."""
@@ -263,12 +284,14 @@ class FSDPLearner(StepLearner[MicroBatch]):
                 return _whole(weight if self.config.lora_rank else weight.detach().to(self.dtype))
 
             for name, weight in merged_weights(self.model, whole):
-                yield name.removeprefix("backbone."), weight.to(self.device, self.dtype)
+                saved_name = name.removeprefix("backbone.")
+                yield saved_name, self.model.as_saved(saved_name, weight.to(self.device, self.dtype))
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of what `stream` yields, in its order."""
-        every = ((n, p.shape) for n, p in self.model.named_parameters() if not is_adapter(n))
-        return [(plain_name(name).removeprefix("backbone."), tuple(shape)) for name, shape in every]
+        every = {n: p.shape for n, p in self.model.named_parameters() if not is_adapter(n)}
+        named = {plain_name(n).removeprefix("backbone."): torch.empty(s, device="meta") for n, s in every.items()}
+        return [(name, tuple(self.model.as_saved(name, weight).shape)) for name, weight in named.items()]
 
     def adapter(self) -> Adapter:
         """Return the low-rank updates alone, in the learner's dtype; every rank must call it."""

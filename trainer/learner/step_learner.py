@@ -121,10 +121,12 @@ class StepLearner(abc.ABC, Generic[BatchT]):
         everything = [sample for samples in minibatches for sample in samples]
         most_turns = max((int(s.turns_T.max()) for s in everything), default=0)
         # A tower that one rank runs communicates with those of all ranks.
-        images, turns = self._max_over_ranks([float(any(s.images for s in everything)), float(most_turns)])
+        flags = [any(s.images for s in everything), any(s.routes_RLK is not None for s in everything)]
+        images, routes, turns = self._max_over_ranks([*map(float, flags), float(most_turns)])
         any_images = images > 0
         sums = StepSums.zero(int(turns), self.device)
         lr = self._set_lr()
+        routing = self._routing_stats(minibatches[0], any_images) if routes else {}
         # The ratio compares with the policy before the step's first update. With one update, that is the policy itself.
         if len(minibatches) * self.optim.epochs > 1:
             old = self._score(minibatches, any_images, sums)
@@ -139,7 +141,11 @@ class StepLearner(abc.ABC, Generic[BatchT]):
             for samples in minibatches:
                 self._update(samples, any_images, sums, old, reference)
         self.steps_done += 1
-        return replace(self._stats(sums, lr), memory=self._memory())
+        return replace(self._stats(sums, lr), routing=routing, memory=self._memory())
+
+    def _routing_stats(self, samples: Sequence[TrainingSample], any_images: bool) -> Mapping[str, float]:
+        """Return the statistics of a mixture's routes, of some of these samples; none where nothing measures them."""
+        return {}
 
     def _stats(self, sums: StepSums, lr: float) -> StepStats:
         """Return the statistics of the step; the same on all ranks, but for the log-probs of each rank's samples."""

@@ -80,8 +80,8 @@ def load_weights(
     parameter's dtype. The adapters of `trainer.learner.lora`, which no checkpoint has, get their first values from
     `seed`.
 
-    A rank reads only the rows of its own shards, straight from the mapped files. If a checkpoint has other names or
-    shapes than the network in memory (`names_are_saved` of its architecture is False), Transformers reads and converts
+    A rank reads only the rows of its own shards, straight from the mapped files. If a checkpoint has other names
+    than the network in memory (`names_are_saved` of its architecture is False), Transformers reads and converts
     it, and every rank needs CPU memory for the whole checkpoint meanwhile.
 
     Raises:
@@ -109,11 +109,12 @@ def load_weights(
             fix = "give a complete checkpoint of the network that its config.json describes"
             if name is None:
                 raise UserError("--model", rule, f"none in {source.folder}", fix)
-            if source.shape(name) != tuple(parameter.shape):
+            found = model.as_in_memory(name, torch.empty(source.shape(name), device="meta"))
+            if found.shape != parameter.shape:
                 raise UserError("--model", rule, f"shape {source.shape(name)} in {source.folder}", fix)
             # A small tensor has fewer rows than there are ranks.
             if start < end or not parameter.dim():
-                rows.copy_(source.rows(name, start, end))
+                rows.copy_(model.as_in_memory(name, source.rows(name, start, end)))
 
 
 def local_rows(parameter: Tensor) -> tuple[int, int]:

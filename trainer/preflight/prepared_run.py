@@ -165,7 +165,7 @@ class PreparedChecks(LearnerChecks):
         weights = await asyncio.to_thread(self.learner_weights)
         if isinstance(weights, str):
             return skipped(weights)
-        rows = rows_of_checkpoint(self.context.model_path)
+        rows = rows_of_checkpoint(self.context.model_path, self.network)
         return await asyncio.to_thread(check_same, weights, rows, "the learner", "the checkpoint")
 
     def learner_weights(self) -> Mapping[str, Tensor] | str:

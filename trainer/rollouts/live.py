@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from agents.cli.text import counted
-from agents.engines.base import Engine
+from agents.engines.base import Engine, capabilities_of
 from agents.engines.weight_servers import servers_of
 from agents.recording import Recorder
 from agents.recording.json_values import json_text
@@ -35,7 +35,7 @@ from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, w
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
 from trainer.rollouts.curriculum import Curriculum
-from trainer.rollouts.protocol import OnEpisode, OnEvaluated
+from trainer.rollouts.protocol import FREE_ROUTING, OnEpisode, OnEvaluated
 from trainer.setup.backend import check_learner
 from trainer.setup.components import (
     build_episode,
@@ -84,11 +84,19 @@ class LiveContext(RunContext):
         """Return the arguments of `build_env`."""
         return self.spec.args(max_turns, detect_format(self.renderer.chat_template))
 
+    @property
+    def gives_routes(self) -> bool:
+        """Whether the engine says which experts each token took."""
+        return capabilities_of(self.engine).gives_routes
+
     def episode(self) -> Episode:
         """Return the agent loop of episodes to train on."""
         max_new_tokens = self.config.env.max_new_tokens
         sampling = training_sampling(self.renderer, self.config.rollout)
-        return build_episode(self.engine, self.renderer, self.spec, self.spec.max_turns, max_new_tokens, sampling)
+        routes = self.facts.routes if self.config.reads_routes and self.gives_routes else None
+        return build_episode(
+            self.engine, self.renderer, self.spec, self.spec.max_turns, max_new_tokens, sampling, routes=routes
+        )
 
     def evaluated(self, way: Way) -> Episode:
         """Return the agent loop of a way of evaluation, which draws from all tokens."""
@@ -105,7 +113,8 @@ class LiveContext(RunContext):
             return None
         played = {TRAIN: self.episode(), **{way.name: self.evaluated(way) for way in self.ways}}
         manifest = build_manifest(self.spec, self.renderer, str(self.model_path), played)
-        return Recorder(self.folder / EPISODES, manifest, self.renderer.encoder.spell, config.log.record)
+        spell = self.renderer.encoder.spell
+        return Recorder(self.folder / EPISODES, manifest, spell, config.log.record, config.log.record_routes)
 
     def notes(self) -> list[str]:
         """Return the messages to print before the first step."""
@@ -121,6 +130,8 @@ class LiveContext(RunContext):
             notes.append("no held-out evaluation: give --eval-data")
         engine, why = self.config.engine_choice
         notes.append(f"engine: {engine} ({why})")
+        if self.facts.routes and self.config.reads_routes and not self.gives_routes:
+            notes.append(f"the engine does not say which experts each token took: {FREE_ROUTING}")
         return [*notes, counted(len(self.train_samples), "training problem")]
 
     def close(self) -> None:

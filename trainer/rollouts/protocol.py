@@ -10,6 +10,12 @@ from agents.types import Trajectory, TrajectoryGroup
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
 
+#: What a mixture loses without the engine's experts. Measured on small random networks, whose routing is sharp.
+FREE_ROUTING = (
+    "the trainer chooses again, so expect a rollout_train_kl of up to 4e-2 to 7e-2, where replay gives 1e-3; "
+    "see docs/rollouts.md, Experts of a mixture"
+)
+
 OnEpisode = Callable[[Trajectory], None]
 #: Called with each episode of an evaluation: the way it is played ("with_tool"), and the episode.
 OnEvaluated = Callable[[str, Trajectory], None]

@@ -24,7 +24,7 @@ from trainer.config.sources import INHERITED, read_config
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
 from trainer.rollouts.compare_runs import Comparison, compare
-from trainer.rollouts.protocol import OnEpisode, OnEvaluated
+from trainer.rollouts.protocol import FREE_ROUTING, OnEpisode, OnEvaluated
 from trainer.rollouts.recorded_groups import RecordedSteps
 from trainer.rollouts.recording_check import RecordingCheck
 from trainer.setup.backend import check_learner
@@ -42,6 +42,7 @@ _READ: tuple[FieldPath, ...] = (
     ("env", "max_new_tokens"),
     ("rollout", "temperature"),
     ("rollout", "max_invalid_frac"),
+    ("rollout", "routing"),
 )
 
 
@@ -56,7 +57,10 @@ class RecordedContext(RunContext):
         """Return the messages to print before the first step."""
         recorded = self.recorded
         steps = f"{recorded.num_episodes} episodes of {len(recorded.steps)} steps"
-        return [f"{steps} recorded in {path_text(recorded.run)}"]
+        notes = [f"{steps} recorded in {path_text(recorded.run)}"]
+        if self.facts.routes and self.config.reads_routes and not recorded.has_routes:
+            notes.append(f"the recording does not say which experts each token took: {FREE_ROUTING}")
+        return notes
 
     def closing_notes(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return how the steps compare with those of the recorded run."""
@@ -95,6 +99,7 @@ def prepare_replay(config: RunConfig, start: Start) -> RecordedContext:
     check = RecordingCheck(recording, model.renderer, model.facts, vocab_size, base.rollout.top_k)
     check.model()
     recorded = RecordedSteps.open(run, config.steps, base.rollout.group_size, check.episode)
+    recorded = replace(recorded, gives_routes=config.reads_routes)
     sampling = sampling_params(model.renderer, config.rollout.temperature)
     with ExitStack() as cleanup:
         opened = open_run(config, f"{run.absolute().name}-replay", cleanup)

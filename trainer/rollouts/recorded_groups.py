@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agents.cli.text import counted
@@ -24,6 +24,8 @@ DISCARDED = "discarded"
 class RecordedEpisode:
     """Where an episode stands in the file of episodes, the number of its group, and its outcome.
 
+    `has_routes`: the experts of its tokens are recorded.
+
     Example: `RecordedEpisode(group=12, fate="train", start=0, end=1450)`.
     """
 
@@ -31,11 +33,12 @@ class RecordedEpisode:
     fate: str
     start: int
     end: int
+    has_routes: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedSteps:
-    """The episodes of each step of a run; `rows` are the lines of its metrics.
+    """The episodes of each step of a run; `rows` are the lines of its metrics. Experts are read if it `gives_routes`.
 
     Example::
 
@@ -47,6 +50,7 @@ class RecordedSteps:
     recording: Recording
     rows: Sequence[Mapping[str, float | None]]
     steps: Mapping[int, Sequence[RecordedEpisode]]
+    gives_routes: bool = True
 
     @classmethod
     def open(
@@ -77,7 +81,8 @@ class RecordedSteps:
             if outcome:
                 check(episode)
                 # An episode that a resumed run has played again has the outcome of its last line.
-                found[episode.id] = RecordedEpisode(episode.group, outcome.fate, start, end)
+                has_routes = episode.routes is not None
+                found[episode.id] = RecordedEpisode(episode.group, outcome.fate, start, end, has_routes)
             start = end
         steps: dict[int, list[RecordedEpisode]] = {step: [] for step in range(1, num_steps + 1)}
         for id, episode in found.items():
@@ -108,6 +113,11 @@ class RecordedSteps:
         """The number of episodes of all steps, including those that no step trained on."""
         return sum(map(len, self.steps.values()))
 
+    @property
+    def has_routes(self) -> bool:
+        """Whether any episode says which experts its tokens took."""
+        return any(episode.has_routes for episodes in self.steps.values() for episode in episodes)
+
     def rollout(self, step: int, images: ImageStore | None) -> StepRollout:
         """Return the groups of a step, used and unused; only images of used ones are processed."""
         coming = {episode.end: episode for episode in self.steps[step]}
@@ -123,7 +133,10 @@ class RecordedSteps:
                 else:
                     shown = None
                 # Only trained groups need pixels; cutting images is the slow part.
-                by_fate[episode.fate][episode.group].append(self.recording.trajectory(record, shown))
+                trajectory = self.recording.trajectory(record, shown)
+                if not self.gives_routes:
+                    trajectory = replace(trajectory, routes_RLK=None)
+                by_fate[episode.fate][episode.group].append(trajectory)
         discarded = by_fate[DISCARDED]
         return StepRollout(
             groups=tuple(_group(t, discarded[number]) for number, t in sorted(by_fate[TRAIN].items())),

@@ -11,7 +11,7 @@ from agents.recording.manifest import template_digest
 from agents.recording.schema import image_names
 from agents.recording.stream_check import broken_record
 from agents.rendering.renderer import Renderer
-from agents.rollout.invariants import Vocabulary
+from agents.rollout.invariants import Vocabulary, wrong_experts
 from envs.contract import MAX_REWARD
 from envs.errors import UserError
 
@@ -73,6 +73,7 @@ class RecordingCheck:
         for each in (max(episode.ids, default=0), min(episode.ids, default=0), most_kept):
             if not 0 <= each < self.vocabulary_size:
                 raise UserError(place, f"must have ids below the model's {self.vocabulary_size}", each, _FIX)
+        self._check_routes(episode, place)
         # A stranger's number may be anything, and one is enough to ruin a step.
         if abs(episode.reward) > MAX_REWARD:
             raise UserError(place, f"must have a reward within {MAX_REWARD:g}", episode.reward, "leave the episode out")
@@ -97,6 +98,16 @@ class RecordingCheck:
                 rule = f"must cut {name} as recorded, into {'x'.join(map(str, image.grid))} patches"
                 got = "x".join(map(str, self._grids[name]))
                 raise UserError("--model", rule, got, f"{_FIX}, and its preprocessor_config.json")
+
+    def _check_routes(self, episode: EpisodeRecord, place: str) -> None:
+        """Raise `UserError` where the model's tokens cannot have taken the recorded experts."""
+        routes_RLK = episode.routes_RLK
+        if routes_RLK is None:
+            return
+        if self.facts.routes is None:
+            raise UserError(place, "must have no experts, as the model has none", routes_RLK.shape, _FIX)
+        if rule := wrong_experts(routes_RLK, len(routes_RLK), self.facts.routes):
+            raise UserError(place, "must have experts of the model", rule, _FIX)
 
     def _check_image(self, name: str) -> None:
         if name in self._grids:

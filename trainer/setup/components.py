@@ -22,7 +22,7 @@ from agents.model.architectures import read_config
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
 from agents.rollout.episode import Episode, Limits, by_entry
-from agents.types import SamplingParams
+from agents.types import RouteShape, SamplingParams
 from envs.spec import EnvLimits, EnvSpec
 from trainer.config.learner import ClusterConfig, LearnerPlan
 from trainer.config.rollout import RolloutConfig
@@ -162,12 +162,13 @@ def build_episode(
     max_new_tokens: int,
     sampling: SamplingParams,
     use_tools: bool = True,
+    routes: RouteShape | None = None,
 ) -> Episode:
     """Return the agent loop that plays an environment with these limits; in a mixture each part has its own too."""
 
     def of_entry(entry: EnvSpec, turns: int) -> Episode:
         limits = Limits(turns, max_new_tokens, EnvLimits.of(entry))
         thinking = find_thinking(renderer.template, entry.thinking)
-        return Episode(engine, renderer, limits, sampling, use_tools, thinking, load_rewards(entry.reward))
+        return Episode(engine, renderer, limits, sampling, use_tools, thinking, load_rewards(entry.reward), routes)
 
     return by_entry(spec, max_turns, of_entry)

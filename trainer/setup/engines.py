@@ -20,6 +20,7 @@ from agents.engines.sglang import SGLangEngine
 from agents.engines.weight_servers import ServersEngine, kinds_of, servers_of
 from agents.model.architectures import ModelFacts, read_config
 from agents.model.policy import PolicyModel
+from agents.types import RouteShape
 from envs.errors import UserError
 from trainer.config.inputs import ModelConfig
 from trainer.config.rollout import EngineConfig, ServersConfig
@@ -28,7 +29,7 @@ from trainer.learner.lora import adapted_layers
 from trainer.learner.weights_io import meta_model
 from trainer.setup.components import StartedLearner, learner_device
 from trainer.setup.model_source import OpenedModel
-from trainer.setup.servers import check_servers, place_servers, server_settings, shared_gpus
+from trainer.setup.servers import check_servers, give_routes, place_servers, server_settings, shared_gpus
 from trainer.weight_sync.group_transport import GroupTransport
 from trainer.weight_sync.transports import (
     AdapterTransport,
@@ -55,7 +56,8 @@ E = TypeVar("E", bound=Engine)
 class EngineRoom:
     """What an engine has room for, and where: its first GPU, episodes at once, and what servers share with a learner.
 
-    `launcher` starts servers on a cluster; without it they start on this host.
+    `launcher` starts servers on a cluster; without it they start on this host. `routes`: what is asked of servers
+    about a mixture's experts.
     """
 
     first_gpu: int
@@ -65,6 +67,7 @@ class EngineRoom:
     shares_gpus: bool = False
     frees_memory: bool = False
     launcher: RayLauncher | None = None
+    routes: RouteShape | None = None
 
 
 def run_engine(
@@ -97,6 +100,7 @@ def run_engine(
         shares_gpus=shares,
         frees_memory=colocated,
         launcher=cluster.launcher if cluster else None,
+        routes=source.facts.routes if config.reads_routes else None,
     )
     model = config.model
     # The ranks hold the first GPUs; an embedded engine goes beside them.
@@ -105,7 +109,7 @@ def run_engine(
     built = build_engine(engine, model, config.engine_choice[0], source, folder, TrainableEngine, room)
     if config.rollout.top_k and not capabilities_of(built).gives_kept_ids:
         rule = f"needs an engine that says what each token was drawn from, which {type(built).__name__} does not"
-        fix = "leave --top-k, --top-p and --min-p out, or see Capabilities.gives_kept_ids in agents/engines/base.py"
+        fix = "leave --top-k, --top-p and min_p out, or see Capabilities.gives_kept_ids in agents/engines/base.py"
         raise UserError("--top-k", rule, config.rollout.top_k, fix)
     if isinstance(built, SGLangEngine) and config.starts_servers:
         if learner.lora_rank and engine.sync in WITH_ADAPTERS:
@@ -177,7 +181,8 @@ def build_engine(
         settings = server_settings(
             config, model, source.path, room.first_gpu, room.max_sessions, folder / "servers", room.shares_gpus
         )
-        settings = replace(settings, frees_memory=room.frees_memory, keeps_kv_cache=room.keeps_kv_cache)
+        routes = room.routes if room.routes and give_routes(config) else None
+        settings = replace(settings, frees_memory=room.frees_memory, keeps_kv_cache=room.keeps_kv_cache, routes=routes)
         return SGLangEngine(settings, image_token_id, model.context_length, room.launcher)
     setup = EngineSetup(
         model_path=str(source.path),

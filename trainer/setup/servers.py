@@ -77,6 +77,19 @@ def check_server(url: str, facts: ModelFacts, api_key: str = "") -> None:
         raise UserError("--engine-url", rule, got, f"serve with SGLang {dotted(OLDEST)} or later")
 
 
+def give_routes(engine: ServersConfig) -> bool:
+    """Return whether every running server says which experts each token took; those to start are told to."""
+    api_key = engine_api_key(engine)
+    return all(_gives_routes(url, api_key) for url in engine.engine_url)
+
+
+def _gives_routes(url: str, api_key: str) -> bool:
+    try:
+        return ask_server(url, "server_info", api_key).get("enable_return_routed_experts") is True
+    except (ServerRefused, ServerLost, ValueError, TypeError):  # a gateway
+        return False
+
+
 def read_release(url: str, api_key: str) -> Release:
     """Return the release of SGLang that a server names."""
     try:

@@ -104,8 +104,13 @@ class SGLangEngine:
         weights: set[WeightPath] = {"disk", "nccl", "adapter"}
         if self.are_started_here:
             weights.add("ipc")
-        frees_memory = self.settings.frees_memory
-        return Capabilities(frozenset(weights), has_servers=True, frees_memory=frees_memory, gives_kept_ids=True)
+        return Capabilities(
+            frozenset(weights),
+            has_servers=True,
+            frees_memory=self.settings.frees_memory,
+            gives_kept_ids=True,
+            gives_routes=self.settings.routes is not None,
+        )
 
     @property
     def are_started_here(self) -> bool:

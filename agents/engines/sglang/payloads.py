@@ -4,13 +4,15 @@
 `flush_cache` empties the prefix cache but not the cache of encoded images; what names an image there depends on the
 release.
 
-Legend: N tokens of an answer, K ids that one was drawn from.
+Legend: N tokens of an answer, K ids that one was drawn from, or experts of a token in one of L layers; R tokens read.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
@@ -18,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.engines.weight_servers import ServerLost
-from agents.types import GenerateRequest, ProcessedImage, SamplingParams
+from agents.types import GenerateRequest, ProcessedImage, RouteShape, SamplingParams
 
 #: Added to the logit of a token that must never be drawn. Finite, because JSON has no infinity; its exponential is 0.
 NEVER = -1e9
@@ -42,12 +44,17 @@ def collapse(ids: Sequence[int], images: Sequence[ProcessedImage], image_token_i
 
 
 def generate_body(
-    request: GenerateRequest, written: Sequence[int], rid: str, image_token_id: int | None, adapter: str = ""
+    request: GenerateRequest,
+    written: Sequence[int],
+    rid: str,
+    image_token_id: int | None,
+    adapter: str = "",
+    first_route: int | None = None,
 ) -> dict[str, Any]:
     """Return the body of `/generate` that continues a turn after the ids `written` so far, without its images.
 
-    A server that has no adapter of the name `adapter` refuses the request; it keeps the prefixes that each adapter has
-    read apart.
+    It asks for the experts of the tokens from `first_route` on, or for none. A server that has no adapter of the name
+    `adapter` refuses the request; it keeps the prefixes that each adapter has read apart.
     """
     sampling = request.sampling
     body = {
@@ -72,6 +79,10 @@ def generate_body(
     }
     if sampling.top_k:
         body["top_logprobs_num"] = sampling.top_k
+    if first_route is not None:
+        body["return_routed_experts"] = True
+        # Of the whole stream they would take 2,048 characters a token at 48 layers.
+        body["routed_experts_start_len"] = first_route
     return body | adapter_field(adapter)
 
 
@@ -94,13 +105,22 @@ def adapter_field(name: str) -> dict[str, Any]:
     return {}
 
 
+@dataclass(frozen=True)
+class AskedRoutes:
+    """The experts that a request asks for: those of its tokens from `first` on, of a network of this `shape`."""
+
+    first: int
+    shape: RouteShape
+
+
 class GenerateAnswer:
     """The parsed answer of `/generate`: ids and log-probs of the tokens written, why it ended, counts, version.
 
-    A request that was aborted has the finish "": its turn goes on.
+    A request that was aborted has the finish "": its turn goes on. `routes_RLK` are the experts that were asked for, of
+    a request that was aborted perhaps fewer, or none.
     """
 
-    def __init__(self, answer: dict[str, Any], sampling: SamplingParams) -> None:
+    def __init__(self, answer: dict[str, Any], sampling: SamplingParams, asked: AskedRoutes | None = None) -> None:
         meta = answer["meta_info"]
         pairs = meta.get("output_token_logprobs") or []
         self.ids = [int(token) for _, token, *_ in pairs]
@@ -120,6 +140,26 @@ class GenerateAnswer:
         self.kept_NK = None
         if sampling.top_k and self.ids:
             self.kept_NK, self.logprobs = _kept(meta["output_top_logprobs"], self.ids, self.logprobs, sampling)
+        self.routes_RLK = None
+        # One that was aborted in the queue has read nothing.
+        if asked and self.prompt_length is not None and (self.finish or meta.get("routed_experts")):
+            routes_RLK = _routes(meta["routed_experts"], asked.shape)
+            num_asked = self.prompt_length + len(self.ids) - 1 - asked.first
+            # An abort may come between the reading of a token and its being counted.
+            if self.finish and len(routes_RLK) != num_asked:
+                raise ValueError(f"experts of {len(routes_RLK)} tokens, asked for {num_asked}")
+            self.routes_RLK = routes_RLK[:num_asked]
+
+
+def _routes(text: str, shape: RouteShape) -> NDArray[np.uint8 | np.uint16]:
+    """Return the experts of tokens from their base64; SGLang writes int32 and no shape."""
+    experts = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+    experts_RLK = experts.reshape(-1, shape.num_layers, shape.top_k)
+    least = experts_RLK.min(initial=0)
+    most = experts_RLK.max(initial=0)
+    if least < 0 or most >= shape.num_experts:
+        raise ValueError(f"experts from {least} to {most} of {shape.num_experts}")
+    return experts_RLK.astype(shape.dtype)
 
 
 def _kept(
@@ -146,10 +186,10 @@ def _kept(
     return np.where(is_kept_NK, ids_NK, ids_NK[:, :1]), (np.array(logprobs) - np.log(total_N)).tolist()
 
 
-def parse_answer(answer: Any, sampling: SamplingParams) -> GenerateAnswer:
+def parse_answer(answer: Any, sampling: SamplingParams, asked: AskedRoutes | None = None) -> GenerateAnswer:
     """Parse the answer of `/generate` to a request with `sampling`; raises `ServerLost` where it is malformed."""
     try:
-        return GenerateAnswer(answer, sampling)
+        return GenerateAnswer(answer, sampling, asked)
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
         raise ServerLost(f"no answer: {type(error).__name__} {error} in {answer!r:.500}") from error
 

@@ -99,6 +99,8 @@ def choose_arguments(settings: SGLangSettings, place: ServerPlace, host: Host) -
         ]
     if settings.frees_memory and host.has_memory_saver:
         chosen.append(("--enable-memory-saver",))
+    if settings.routes:
+        chosen.append(("--enable-return-routed-experts",))
     if settings.dtype != "float32":
         # The learner's log-probs come from float32 logits too: `agents.model.policy.float32_logits`.
         chosen.append(("--enable-fp32-lm-head",))

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from agents.engines.pending_turn import PendingTurn
-from agents.engines.sglang.payloads import generate_body, parse_answer
+from agents.engines.sglang.payloads import AskedRoutes, GenerateAnswer, generate_body, parse_answer
 from agents.engines.sglang.routing import prompt_key
 from agents.engines.sglang.servers import Server
 from agents.engines.weight_servers import ServerLost, ServerRefused
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Tries of one turn before it is given up; with the pauses between them over half a minute.
 MAX_TRIES = 10
+#: Tokens before a turn whose experts are asked for again, so that the agent loop can compare them.
+NUM_AGAIN = 4
 
 
 class SGLangSession:
@@ -28,6 +30,7 @@ class SGLangSession:
         self._prompt: int | None = None
         self._salt = ""
         self._num_loaded = 0
+        self._origin: object = None
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Write one turn; it survives pauses for new weights and the loss of servers."""
@@ -39,9 +42,12 @@ class SGLangSession:
             # Both are of the weights that write now; others may come before the answer.
             adapter = engine.adapter_name
             salt = self._current_salt()
+            asked = self._asked_routes(turn)
+            first_route = asked.first if asked else None
             try:
-                body = generate_body(request, turn.ids, engine.next_request_id(), engine.image_token_id, adapter)
-                answer = parse_answer(await engine.send(server, body, request.images, salt), request.sampling)
+                rid = engine.next_request_id()
+                body = generate_body(request, turn.ids, rid, engine.image_token_id, adapter, first_route)
+                answer = parse_answer(await engine.send(server, body, request.images, salt), request.sampling, asked)
                 if answer.prompt_length is None:
                     engine.adapters.note_unended(server.client, adapter)
                 if not engine.is_current(answer.version):
@@ -49,6 +55,7 @@ class SGLangSession:
                 # The server counts what was written before a pause as part of the prompt.
                 if answer.prompt_length is not None and not turn.num_misread:
                     turn.num_misread = answer.prompt_length - len(request.ids) - len(turn.ids)
+                self._take_routes(turn, answer, asked, (server, salt, answer.version))
                 turn.note_cached(answer.num_cached)
                 turn.append(answer.ids, answer.logprobs, answer.kept_NK)
                 turn.stamp(engine.weight_version)
@@ -88,6 +95,31 @@ class SGLangSession:
                 self._server.num_sessions += 1
             if not self._engine.is_paused:  # `pick` may have waited
                 return self._server
+
+    def _asked_routes(self, turn: PendingTurn) -> AskedRoutes | None:
+        """Return which experts the next request of a turn asks for, if any."""
+        shape = self._engine.settings.routes
+        if shape is None or turn.request.num_routed is None:
+            return None
+        first = turn.num_routed
+        if not turn.routes:
+            first = max(0, first - NUM_AGAIN)
+        return AskedRoutes(first, shape)
+
+    def _take_routes(
+        self, turn: PendingTurn, answer: GenerateAnswer, asked: AskedRoutes | None, origin: object
+    ) -> None:
+        """Append the experts of an answer to its turn. `origin` names the server, its weights and its cache."""
+        if asked is None or answer.routes_RLK is None:
+            return
+        num_known = turn.num_routed - asked.first
+        is_cached = origin == self._origin and answer.num_cached >= turn.num_routed
+        # What was read anew, elsewhere or by other weights, may have gone to other experts: those that are known stay.
+        if is_cached and 0 < num_known <= len(answer.routes_RLK):
+            turn.num_again = num_known
+            num_known = 0
+        turn.routes.append(answer.routes_RLK[num_known:])
+        self._origin = origin
 
     def _current_salt(self) -> str:
         """Return the salt of what the session may go on from: what the current weights have read, or with

@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from agents.types import RouteShape
+
 
 @dataclass(frozen=True)
 class ServerPlace:
@@ -29,7 +31,8 @@ class SGLangSettings:
     none. While a started server writes for many, a turn waits up to `turn_wait_s` for others before it is read.
     `lora_targets` are the layers that servers adapt, with `lora_rank` rows at most; 0: none. If servers share GPUs with
     the learner, `frees_memory` has them free their memory while it trains. With `keeps_kv_cache`, a session that new
-    weights come to goes on from what the older ones have read.
+    weights come to goes on from what the older ones have read. With `routes` servers say which experts of a network of
+    that shape each token took.
     """
 
     model_path: str = ""
@@ -53,6 +56,7 @@ class SGLangSettings:
     lora_targets: tuple[str, ...] = ()
     frees_memory: bool = False
     keeps_kv_cache: bool = False
+    routes: RouteShape | None = None
 
     def with_key(self) -> SGLangSettings:
         """Return these settings with the key that started servers ask for: the user's, or else a random one."""

@@ -12,6 +12,8 @@ With `--release 0.5.23` it does what the source of that release does: encoded im
 `mm_hashes` break the server (status 500 here, a CUDA error there); tensors are taken in a session only; answers list
 which weights wrote which tokens.
 
+With `--enable-return-routed-experts` answers have the experts of a mixture's tokens, if a request asks for them.
+
 With `--enable-memory-saver` memory is freed and taken by kind (as read in the source): freed weights lose their values,
 and what needs memory that is not there ends the server.
 
@@ -29,6 +31,7 @@ import io
 import json
 import os
 import pickle
+import threading
 import time
 import zlib
 from collections import Counter
@@ -39,6 +42,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import yaml
@@ -82,6 +86,7 @@ class Emulator:
         has_memory_saver: bool = False,
         dtype: torch.dtype = torch.float32,
         has_cache: bool = False,
+        has_experts: bool = False,
     ) -> None:
         self.api_key, self.release = api_key, release
         self.has_session = False  # of updates, in the new release
@@ -112,6 +117,7 @@ class Emulator:
         self.faults: dict[str, list[str]] = {}  # by path: those of the next calls
         self.has_memory_saver = has_memory_saver
         self.has_cache = has_cache
+        self.has_experts = has_experts
         self.prefixes: dict[str, list[CachedPrefix]] = {}  # what was read, by `extra_key`
         self.freed: list[str] = []  # kinds of memory
 
@@ -217,6 +223,7 @@ class Emulator:
 
     async def server_info(self, _: web.Request) -> web.Response:
         facts = {"tp_size": self.num_gpus, "enable_memory_saver": self.has_memory_saver}
+        facts["enable_return_routed_experts"] = self.has_experts
         return web.json_response({"version": self.release, **facts})
 
     async def list_updates(self, _: web.Request) -> web.Response:
@@ -311,6 +318,10 @@ class Emulator:
         }
         if num_shown := body.get("top_logprobs_num"):
             meta |= self._among_all(generate, written, num_shown)
+        if self.has_experts and body.get("return_routed_experts") and (written or finish != "abort"):
+            if body["routed_experts_start_len"] > len(ids):
+                return web.Response(status=400, text="routed_experts_start_len is higher")
+            meta["routed_experts"] = self._experts(generate, written, body["routed_experts_start_len"])
         if self.release == NEW and written:
             meta["weight_versions"] = [{"version": self.version, "start": 0, "end": len(written)}]
         if finish == "abort" and not written:
@@ -328,6 +339,22 @@ class Emulator:
             "output_token_logprobs": [[float(row[i]), i, None] for row, i in zip(table, written, strict=True)],
             "output_top_logprobs": [[[x, i, None] for x, i in zip(*top, strict=True)] for top in tops],
         }
+
+    def _experts(self, request: GenerateRequest, written: Sequence[int], start: int) -> str:
+        """Return the experts of the tokens from `start` on, all but the last one: int32 in base64."""
+        found: dict[int, list[Tensor]] = {}  # by thread: the engine may compute meanwhile
+        routers = [m for m in self.engine.model.modules() if type(m).__name__.endswith("TopKRouter")]
+
+        def keep(_: Any, __: Any, output: tuple[Tensor, ...]) -> None:
+            found.setdefault(threading.get_ident(), []).append(output[2])
+
+        hooks = [router.register_forward_hook(keep) for router in routers]
+        with torch.inference_mode():
+            full_logprobs(self.engine.model, (*request.ids, *written), request.images, request.sampling)
+        for hook in hooks:
+            hook.remove()
+        experts_TLK = torch.stack(found[threading.get_ident()], 1)[start:-1]
+        return base64.b64encode(experts_TLK.to(torch.int32).numpy().tobytes()).decode()
 
     def _longest_prefix(self, key: str, request: GenerateRequest) -> CachedPrefix:
         """Return the longest part of a stream that was read under a key, by whatever weights. Its last token is always
@@ -675,6 +702,11 @@ def spoil(answer: dict[str, Any], how: str) -> None:
     elif how == "aborted":
         answer["output_ids"], meta["output_token_logprobs"], meta["finish_reason"] = [], [], {"type": "abort"}
         del meta["prompt_tokens"]
+    elif how == "with other experts":
+        experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
+        meta["routed_experts"] = base64.b64encode(((experts + 1) % 4).tobytes()).decode()
+    elif how == "without experts":
+        del meta["routed_experts"]
     else:
         raise ValueError(how)
 
@@ -692,6 +724,7 @@ def main() -> None:
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--enable-memory-saver", action="store_true")
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
     parser.add_argument("--has-cache", action="store_true", help="reuse what was read, as the real one does")
     parser.add_argument("--max-lora-rank", type=int, default=0)
     parser.add_argument("--lora-target-modules", nargs="*", default=[])
@@ -710,6 +743,7 @@ def main() -> None:
         saves,
         dtype,
         options.has_cache,
+        options.enable_return_routed_experts,
     )
     web.run_app(server.routes(), host=options.host, port=options.port, print=None)
 

@@ -15,11 +15,14 @@ from agents.checking import turns
 from agents.checking.checker import CHECKS, check_engine, setup_of
 from agents.engines.base import EngineSetup
 from agents.engines.own import make_embedded
+from agents.types import Completion, GenerateRequest
 from envs.checks import Finding
 from envs.config.cli import exit_code
 from tests.agents.engines.faulty import FAULTS, Blocks, Hangs
 from tests.agents.engines.plain_engine import make_engine
+from tests.agents.engines.routed_engine import RoutedEngine
 from tests.paths import DOCS
+from tests.tiny_models import write_tiny_model
 
 PLAIN, FAULTY = (str(Path(__file__).with_name(name)) for name in ("plain_engine.py", "faulty.py"))
 
@@ -36,8 +39,41 @@ def failed(findings: list[Finding]) -> list[Finding]:
 @pytest.mark.parametrize("make", [make_embedded, make_engine])
 def test_a_sound_engine_passes_every_check(make: Callable[[EngineSetup], Any], setup: EngineSetup) -> None:
     findings = check_engine(make, setup)
-    assert [(finding.check, finding.passed, finding.detail) for finding in findings if not finding.passed] == []
+    others = [(finding.check, finding.passed, finding.detail) for finding in findings if not finding.passed]
+    assert others == [("routes", None, "the model is no mixture of experts")]
     assert [finding.check for finding in findings] == ["building", *CHECKS, "closing"]
+
+
+class Shifted(RoutedEngine):
+    """Counts tokens from 1."""
+
+    def experts(self, request: GenerateRequest, completion: Completion) -> Any:
+        return super().experts(request, completion)[1:]
+
+
+class Twice(RoutedEngine):
+    """Sends each token twice to one expert."""
+
+    def experts(self, request: GenerateRequest, completion: Completion) -> Any:
+        return super().experts(request, completion)[..., :1].repeat(2, axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("make", "passed", "words"),
+    [
+        (RoutedEngine, True, "tokens in 3 layers, over two turns"),
+        (make_engine, None, "its capabilities lack gives_routes"),
+        (Shifted, False, "turn 1: experts of shape "),
+        (Twice, False, "goes to ["),
+    ],
+)
+def test_the_experts_of_a_mixture_are_checked(
+    make: Callable[[EngineSetup], Any], passed: bool | None, words: str, tmp_path: Path
+) -> None:
+    write_tiny_model(tmp_path / "model", "qwen3_vl_moe")
+    setup = setup_of(str(tmp_path / "model"), tmp_path, context_length=1024, max_batch=3)
+    found = {finding.check: finding for finding in check_engine(make, setup, only=("routes", "protocol"))}
+    assert found["routes"].passed is passed and words in found["routes"].detail
 
 
 @pytest.mark.parametrize("make", FAULTS)

@@ -31,6 +31,7 @@ from agents.types import (
     EndReason,
     GenerateRequest,
     ProcessedImage,
+    RouteShape,
     SamplingDistribution,
     SamplingParams,
     Trajectory,
@@ -258,15 +259,43 @@ def test_a_saved_network_is_read_back_the_same(model_type: str, tied: bool, tmp_
     read = PolicyModel.load(tmp_path / "second").state_dict()
     for name, weight in case.model.state_dict().items():
         assert torch.equal(read[name], weight), name
-    # Names and shapes as Transformers writes them, which are not everywhere those in memory.
+    # Names and shapes as Transformers writes them, which are not everywhere those in memory; experts as on the hub.
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
-    assert {name: tensor.shape for name, tensor in first.items()} == {name: t.shape for name, t in second.items()}
+    assert first.keys() == second.keys()
+    for name, tensor in second.items():
+        is_turned = ".mlp.experts." in name and case.model.architecture.transposes_experts
+        assert first[name].shape == (tensor.mT.shape if is_turned else tensor.shape), name
     assert ("lm_head.weight" in second) is not tied
     # Other programs read the configuration before the weights: the precision is in each part of it.
     case.model.save(tmp_path / "half", torch.bfloat16)
     half = PolicyModel.load(tmp_path / "half", torch.bfloat16)
     assert {weight.dtype for weight in half.parameters()} == {torch.bfloat16}
     assert '"float32"' not in (tmp_path / "half" / "config.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_saved_network_has_the_logits_of_the_first_in_plain_transformers(model_type: str, tmp_path: Path) -> None:
+    case = make_case(tmp_path / "first", model_type)
+    case.model.save(tmp_path / "second", torch.float32)
+    ids, images = piece(case.model, 20, (LARGE, SMALL))
+    expected = plain_logits(plain(case), ids, images)
+    assert torch.equal(plain_logits(plain(replace(case, folder=tmp_path / "second")), ids, images), expected)
+
+
+def test_a_saved_mixture_has_its_experts_as_servers_read_them(cases: dict[str, Case], tmp_path: Path) -> None:
+    """SGLang takes the transpose of every matrix, and its halves for gate and up (its `qwen3_vl_moe.py`)."""
+    model = cases["qwen3_vl_moe"].model
+    model.save(tmp_path, torch.float32)
+    saved = load_file(tmp_path / "model.safetensors")
+    for number, layer in enumerate(model.architecture.decoder(model.backbone).layers):
+        name = f"model.language_model.layers.{number}.mlp.experts"
+        gate_EIH, up_EIH = saved[f"{name}.gate_up_proj"].transpose(-1, -2).chunk(2, dim=-2)
+        hidden_EH = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+        inner_EI = torch.nn.functional.silu(gate_EIH @ hidden_EH[..., None]) * (up_EIH @ hidden_EH[..., None])
+        expected_EH = (saved[f"{name}.down_proj"].transpose(-1, -2) @ inner_EI)[..., 0]
+        one_each = torch.arange(4)[:, None]
+        got_EH = layer.mlp.experts(hidden_EH, one_each, torch.ones(4, 1))
+        torch.testing.assert_close(got_EH, expected_EH, rtol=1e-5, atol=1e-5)
 
 
 def test_a_network_from_its_configuration_has_the_same_parameters(case: Case) -> None:
@@ -330,6 +359,25 @@ def test_an_unknown_architecture_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
     with pytest.raises(UserError, match=r"--model: must be one of qwen3_vl, qwen3_vl_moe, .*llama, got gpt2; give a"):
         PolicyModel.load(tmp_path)
+
+
+def test_a_mixture_has_the_routes_of_its_configuration_and_others_have_none(cases: dict[str, Case]) -> None:
+    assert ModelFacts.load(cases["qwen3_vl_moe"].folder).routes == RouteShape(num_layers=3, num_experts=4, top_k=2)
+    for name, case in cases.items():
+        assert (ModelFacts.load(case.folder).routes is not None) == name.endswith("moe")
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_experts_per_tok": 0}, {"num_experts_per_tok": 5}, {"num_local_experts": 40_000}]
+)
+def test_experts_that_no_mixture_has_are_an_error_of_the_model(
+    change: dict[str, int], cases: dict[str, Case], tmp_path: Path
+) -> None:
+    config = json.loads((cases["qwen3_vl_moe"].folder / "config.json").read_text())
+    config["text_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"--model: must be a model folder or hub id, .*num_experts"):
+        ModelFacts.load(tmp_path)
 
 
 def test_a_sliding_window_is_a_user_error() -> None:

@@ -92,6 +92,33 @@ def test_the_ids_that_a_token_was_drawn_from_are_read_back(tmp_path: Path) -> No
     assert "kept" not in recorded(tmp_path)[1]
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_the_experts_of_tokens_are_recorded_on_demand_and_read_back(dtype: type, tmp_path: Path) -> None:
+    routes_RLK = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (3, 5, 2)).astype(dtype)
+    played = replace(trajectory([5, 6, 7, 8], [0, 1, 0, 1]), routes_RLK=routes_RLK)
+    with Recorder(tmp_path, MANIFEST, spell, with_routes=True) as recorder:
+        recorder.write(played, step=1)
+        recorder.write(trajectory([5, 6, 7, 8], [0, 1, 0, 1]), step=1)
+    recorder_in(tmp_path).write(replace(played, group=1), step=1)
+    recording = Recording.open(tmp_path)
+    with_routes, *others = map(recording.trajectory, recording.episodes())
+    found = with_routes.routes_RLK
+    assert found is not None and found.dtype == dtype and np.array_equal(found, routes_RLK)
+    assert [other.routes_RLK for other in others] == [None, None]
+    assert ["routes" in line for line in recorded(tmp_path)] == [True, False, False]
+
+
+def test_experts_that_would_make_a_line_too_long_are_left_out_and_the_rest_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agents.recording.recorder.MAX_LINE", 100_000)
+    played = replace(trajectory([5, 6, 7, 8], [0, 1, 0, 1]), routes_RLK=np.zeros((3, 8000, 4), np.uint8))
+    with Recorder(tmp_path, MANIFEST, spell, with_routes=True) as recorder:
+        recorder.write(played, step=1)
+    (episode,) = Recording.open(tmp_path).episodes()
+    assert (episode.routes, episode.is_exact, episode.ids) == (None, True, (5, 6, 7, 8))
+
+
 def test_log_probs_keep_every_bit_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
     values = np.random.default_rng(1).normal(-3, 5, 1000).astype(np.float32)
     with recorder_in(tmp_path) as recorder:

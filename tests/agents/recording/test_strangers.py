@@ -167,6 +167,11 @@ def _sets(kept_N: np.ndarray) -> str:
     return base64.b64encode(kept_N.astype("<i4").tobytes()).decode()
 
 
+def _routes(num_bytes: int) -> dict[str, Any]:
+    experts = base64.b64encode(bytes(num_bytes)).decode()
+    return {"num_layers": 1, "top_k": 2, "width": 1, "experts": experts}
+
+
 def _turn(name: str, value: int) -> Callable[[dict[str, Any]], None]:
     return lambda line: line["turns"][0].update({name: value})
 
@@ -196,6 +201,20 @@ STREAMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a token that is not in its set": (
         lambda line: line.update(kept=_sets(np.full(len(line["logprobs"]), 2**30))),
         "is none of the ids that it was drawn from",
+    ),
+    "experts of no whole token": (
+        lambda line: line.update(routes=_routes(7)),
+        "routes: Value error, 7 bytes are no whole rows of 2",
+    ),
+    "experts of other tokens": (lambda line: line.update(routes=_routes(4)), "experts of 2 tokens, .* were read by"),
+    "experts of no layer": (
+        lambda line: line.update(routes=_routes(4) | {"num_layers": 0}),
+        "routes.num_layers: Input should be greater than or equal to 1",
+    ),
+    "experts of three bytes": (lambda line: line.update(routes=_routes(6) | {"width": 3}), "routes.width"),
+    "experts that are no text of bytes": (
+        lambda line: line.update(routes=_routes(4) | {"experts": "A"}),
+        "routes.experts: Base64 decoding error",
     ),
     "another schema": (lambda line: line.update(schema_version=3), "must be a recording of schema 4, got 3"),
 }

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from agents.rendering.renderer import Rendered, Renderer
 from agents.rollout.episode import ABORT, Episode, Limits
 from agents.rollout.groups import derive_seed
 from agents.rollout.manager import rollout_groups
-from agents.types import Completion, EndReason, GenerateRequest, Trajectory
+from agents.types import Completion, EndReason, GenerateRequest, RouteShape, Trajectory
 from envs.contract import EnvFault
 from envs.env import Env, EnvArgs
 from envs.spec import EnvLimits
@@ -57,6 +58,39 @@ class SmallEnv(Env):
         self.num_closed += 1
 
 
+SHAPE = RouteShape(num_layers=2, num_experts=8, top_k=2)
+
+
+class RoutingEngine(ScriptedEngine):
+    """Sends the token at place t to the experts t % 7 and 7 of each layer, and notes how many were known before."""
+
+    def __init__(self, *args: Any, spoil: Callable[[np.ndarray], Any] = lambda rows: rows) -> None:
+        super().__init__(*args)
+        self.spoil = spoil
+        self.asked: list[int | None] = []
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[RoutingEngine]:
+        async with super().session() as self.inner:
+            yield self
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.asked.append(request.num_routed)
+        completion = await self.inner.generate(request)
+        if request.num_routed is None:
+            return completion
+        return replace(
+            completion,
+            routes_RLK=self.spoil(routes_of(len(request.ids) + len(completion.ids) - 1)[request.num_routed :]),
+        )
+
+
+def routes_of(num_tokens: int) -> np.ndarray:
+    places = np.arange(num_tokens, dtype=np.uint8)[:, None] % 7
+    rows = np.stack([places, np.full_like(places, 7)], -1)
+    return rows.repeat(SHAPE.num_layers, axis=1)
+
+
 class FixedEngine:
     """Answers turn k of every session with `completions[k]`, prompt length and versions filled in unless given, and
     notes the requests."""
@@ -78,7 +112,7 @@ class FixedEngine:
         return Completion(tuple(ids), tuple(logprobs), finish, **filled)  # type: ignore[arg-type]
 
 
-def episode(renderer: Renderer, engine: Engine, limits: Limits, **options: bool) -> Episode:
+def episode(renderer: Renderer, engine: Engine, limits: Limits, **options: Any) -> Episode:
     return Episode(engine, renderer, limits, sampling(renderer), **options)
 
 
@@ -781,3 +815,43 @@ def test_what_cannot_be_rendered_is_a_fault_of_the_environment_that_names_it(
     assert (t.end_reason, len(t.turns)) == (EndReason.ENV_ERROR, 0 if method == "prompt" else 1)
     error = t.error or ""
     assert error.startswith(f"the {what} cannot be rendered: ") and error.endswith("ValueError: no such part")
+
+
+def routed_run(renderer: Renderer, engine: RoutingEngine, shape: RouteShape | None = SHAPE) -> Trajectory:
+    env = SmallEnv(AGAIN, AGAIN, DONE)
+    loop = episode(renderer, engine, Limits(), routes=shape)
+    return asyncio.run(loop.run(sample(), lambda: env, seed=7))
+
+
+def test_each_turn_asks_for_the_experts_of_its_new_tokens_and_the_stream_has_all(renderer: Renderer) -> None:
+    engine = RoutingEngine(renderer.tokenizer, lambda turn, _: f"this is turn {turn}")
+    trajectory = routed_run(renderer, engine)
+    assert trajectory.end_reason is EndReason.COMPLETED
+    assert engine.asked == [0, *(turn.end - 1 for turn in trajectory.turns[:-1])]
+    assert trajectory.routes_RLK is not None and trajectory.routes_RLK.dtype == np.uint8
+    assert np.array_equal(trajectory.routes_RLK, routes_of(trajectory.turns[-1].end - 1))
+
+
+def test_who_does_not_want_experts_asks_for_none(renderer: Renderer) -> None:
+    engine = RoutingEngine(renderer.tokenizer, lambda turn, _: "words")
+    assert routed_run(renderer, engine, shape=None).routes_RLK is None
+    assert engine.asked == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda rows: None, "turn 1: experts of shape None, the tokens that were read need "),
+        (lambda rows: rows[1:], "turn 1: experts of shape "),
+        (lambda rows: rows[:, :1], "turn 1: experts of shape "),
+        (lambda rows: rows + 1, "turn 1: a token went to expert 8, the network has 8"),
+    ],
+)
+def test_an_episode_with_other_experts_than_its_tokens_have_is_an_invalid_stream(
+    spoil: Callable[[np.ndarray], Any], words: str, renderer: Renderer
+) -> None:
+    engine = RoutingEngine(renderer.tokenizer, lambda turn, _: "words", spoil=spoil)
+    trajectory = routed_run(renderer, engine)
+    assert trajectory.end_reason is EndReason.INVALID_STREAM
+    assert (trajectory.error or "").startswith(words)
+    assert trajectory.routes_RLK is None and len(trajectory.turns) == 1

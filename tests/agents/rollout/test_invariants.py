@@ -12,9 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agents.rendering.renderer import Rendered
-from agents.rollout.invariants import MAX_LOGPROB, Vocabulary, broken_invariant, broken_turn
+from agents.rollout.invariants import (
+    MAX_LOGPROB,
+    Vocabulary,
+    broken_invariant,
+    broken_routes,
+    broken_turn,
+    check_types,
+)
 from agents.rollout.stream import Stream
-from agents.types import Completion, EndReason, GenerateRequest, ProcessedImage, SamplingParams, Trajectory, Turn
+from agents.types import (
+    Completion,
+    EndReason,
+    GenerateRequest,
+    ProcessedImage,
+    RouteShape,
+    SamplingParams,
+    Trajectory,
+    Turn,
+)
 from tests.budget import examples
 from tests.builders import trajectory, turn
 
@@ -350,6 +366,65 @@ def test_a_token_needs_the_ids_that_it_was_drawn_from(kept: Any, rule: str | Non
     asked = replace(REQUEST, sampling=replace(REQUEST.sampling, top_k=2))
     kept_NK = None if kept is None else np.array(kept, dtype=np.int32)
     assert broken_turn(2, asked, replace(ANSWER, kept_NK=kept_NK)) == rule
+
+
+SHAPE = RouteShape(num_layers=2, num_experts=4, top_k=2)
+#: Of the five tokens that were read by the end of the turn; one layer has no experts.
+ROUTES = np.array([[[0, 0], [0, 1]], [[0, 0], [2, 3]], [[0, 0], [1, 3]], [[0, 0], [3, 0]], [[0, 0], [2, 1]]], np.uint8)
+BEFORE = replace(ANSWER, routes_RLK=ROUTES[:3])
+
+
+@pytest.mark.parametrize(
+    ("routes", "num_routed", "rule"),
+    [
+        (ROUTES, 0, None),
+        (ROUTES[3:], 3, None),
+        (ROUTES[1:], 3, None),  # two rows of the turn before again
+        (ROUTES, None, "turn 2: experts of tokens that nobody asked for"),
+        (None, None, None),
+        (None, 0, "turn 2: experts of shape None, the tokens that were read need (5, 2, 2)"),
+        (ROUTES[:4], 0, "turn 2: experts of shape (4, 2, 2), the tokens that were read need (5, 2, 2)"),
+        (ROUTES[4:], 3, "turn 2: experts of shape (1, 2, 2), the tokens that were read need (2, 2, 2)"),
+        (
+            np.concatenate([ROUTES, ROUTES]),
+            3,
+            "turn 2: experts of shape (10, 2, 2), the tokens that were read need (5, 2, 2)",
+        ),
+        (ROUTES[:, :1], 0, "turn 2: experts of shape (5, 1, 2), the tokens that were read need (5, 2, 2)"),
+        (ROUTES[:, :, :1], 0, "turn 2: experts of shape (5, 2, 1), the tokens that were read need (5, 2, 2)"),
+        (ROUTES + 1, 0, "turn 2: a token went to expert 4, the network has 4"),
+        (
+            np.concatenate([ROUTES[:1], ROUTES[:1], ROUTES[3:]]),
+            3,
+            "turn 2: the last 2 tokens of the turn before have other experts than they had there",
+        ),
+    ],
+)
+def test_tokens_that_were_read_need_the_experts_of_their_network(
+    routes: np.ndarray | None, num_routed: int | None, rule: str | None
+) -> None:
+    request = replace(REQUEST, num_routed=num_routed)
+    assert broken_routes(2, request, replace(ANSWER, routes_RLK=routes), SHAPE, BEFORE) == rule
+
+
+def test_a_turn_that_was_cut_off_needs_no_experts() -> None:
+    asked = replace(REQUEST, num_routed=0)
+    assert broken_routes(1, asked, replace(ANSWER, finish="abort", routes_RLK=ROUTES[:2]), SHAPE) is None
+    assert broken_routes(1, asked, Completion((), (), "abort", 4, ()), SHAPE) is None
+
+
+@pytest.mark.parametrize("routes", [ROUTES.tolist(), ROUTES.astype(np.int64), ROUTES.astype(np.int8), ROUTES[0]])
+def test_experts_that_are_no_array_of_small_numbers_are_a_fault_of_the_engines_code(routes: Any) -> None:
+    with pytest.raises(TypeError, match=r"routes_RLK of a Completion must be an array .* of uint8"):
+        check_types(replace(ANSWER, routes_RLK=routes))
+
+
+def test_a_stream_has_experts_of_all_tokens_before_the_last_that_was_written() -> None:
+    rows = np.zeros((len(valid().ids_T), 2, 2), np.uint8)
+    num_read = valid().turns[-1].end - 1
+    assert broken(replace(valid(), routes_RLK=rows[:num_read])) is None
+    rule = f"experts of {num_read - 1} tokens, {num_read} were read by the end of the last turn"
+    assert broken(replace(valid(), routes_RLK=rows[: num_read - 1])) == rule
 
 
 def test_answers_that_break_no_rule() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -79,3 +81,27 @@ def test_two_streams_differ_first_where_their_tokens_do_or_the_shorter_ends(
     one: list[int], other: list[int], place: int
 ) -> None:
     assert first_difference(one, other) == place
+
+
+def test_the_experts_of_a_stream_are_those_of_its_turns_and_none_if_one_has_none_or_was_cut_off() -> None:
+    rows = np.arange(7 * 2, dtype=np.uint8).reshape(7, 1, 2)
+    first = replace(completion(5, 6, logprobs=(-1.0, -1.0)), routes_RLK=rows[:4])
+    # Two rows more than are new: the stream has them already.
+    second = replace(completion(7, logprobs=(-1.0,)), routes_RLK=np.concatenate([rows[2:4] + 100, rows[4:]]))
+    stream = Stream()
+    assert (stream.num_routed, stream.routes_RLK, stream.last_turn) == (0, None, None)
+    stream.read(Rendered((1, 9, 2), ()))
+    stream.write(first)
+    assert stream.num_routed == 4
+    stream.read(Rendered((9, 3), ()))
+    stream.write(second)
+    assert stream.num_routed == 7
+    found = stream.routes_RLK
+    assert found is not None and found.dtype == np.uint8 and np.array_equal(found, rows)
+    for spoiled in (replace(second, routes_RLK=None), replace(second, finish="abort", routes_RLK=rows[:, :, :1])):
+        other = Stream()
+        other.read(Rendered((1, 9, 2), ()))
+        other.write(first)
+        other.read(Rendered((9, 3), ()))
+        other.write(spoiled)
+        assert other.routes_RLK is None

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from agents.model.architectures import ModelFacts
 from agents.model.attention import Segments
 from agents.model.mrope import mrope_positions
 from agents.model.policy import PolicyModel
-from agents.types import EndReason, ProcessedImage, SamplingDistribution, TrajectoryGroup
+from agents.types import EndReason, ProcessedImage, SamplingDistribution, Trajectory, TrajectoryGroup
 from tests.budget import examples
 from tests.builders import group, trajectory
 from tests.trainer import steps
@@ -109,6 +110,57 @@ def test_every_sample_can_be_read_back_from_its_row(groups: list[TrajectoryGroup
             assert packed.ids_T[seen[before]].tolist() == sample.ids_T[:at].tolist()
             assert packed.positions_3T[:, seen[before]].tolist() == sample.positions_3T[:, :at].tolist()
     assert next(places, None) is None
+
+
+def routed(t: Trajectory, first: int = 0) -> Trajectory:
+    """Return a trajectory whose tokens before the last one went to the experts of their ids, in each of two layers."""
+    num_read = t.turns[-1].end - 1 if t.turns else 0
+    ids_R = (t.ids_T[:num_read] + first).astype(np.uint8)
+    return replace(t, routes_RLK=ids_R[:, None, None].repeat(2, 1).repeat(3, 2))
+
+
+@examples(50)
+@given(groups=random_groups(), max_tokens=st.integers(1, 60), data=st.data())
+def test_every_packed_token_has_its_own_experts_or_none(
+    groups: list[TrajectoryGroup], max_tokens: int, data: st.DataObject
+) -> None:
+    groups = [
+        replace(each, trajectories=tuple(routed(t) if data.draw(st.booleans()) else t for t in each.trajectories))
+        for each in groups
+    ]
+    rows = pack_rows(samples_of(*groups), max_tokens)
+    if not rows:
+        return
+    packed = collate(rows, IMAGE, "cpu").packed
+    samples = [sample for row in rows for sample in row.samples]
+    if all(sample.routes_RLK is None for sample in samples):
+        assert packed.routes_TLK is None
+        return
+    assert packed.routes_TLK is not None and packed.routes_TLK.shape == (len(packed.ids_T), 2, 3)
+    expected = []
+    for row in rows:
+        for number, sample in enumerate(row.samples):
+            own = np.full(len(sample.ids_T), -1)
+            if sample.routes_RLK is not None:
+                own[: len(sample.routes_RLK)] = sample.ids_T[: len(sample.routes_RLK)]
+            expected += own[row.prefix_length if number else 0 :].tolist()
+    assert (packed.routes_TLK == packed.routes_TLK[:, :1, :1]).all()
+    assert packed.routes_TLK[:, 0, 0].tolist() == expected
+
+
+def test_a_prompt_is_shared_by_the_samples_whose_prompt_went_to_the_same_experts() -> None:
+    streams = [trajectory([1, 2, 3, 4], [0, 0, 1, 1], reward=float(reward)) for reward in range(5)]
+    played = [routed(streams[0]), routed(streams[1]), routed(streams[2], first=1), streams[3], streams[4]]
+    rows = pack_rows(samples_of(group(*played)), 100)
+    assert [[sample.key for sample in row.samples] for row in rows] == [
+        [played[0].key, played[1].key],
+        [played[2].key],
+        [played[3].key, played[4].key],
+    ]
+    packed = collate(rows[:2], IMAGE, "cpu").packed
+    assert packed.ids_T.tolist() == [1, 2, 3, 4, 3, 4, 1, 2, 3, 4]
+    assert packed.routes_TLK is not None and packed.routes_TLK.dtype == torch.int16
+    assert packed.routes_TLK[:, 1, 2].tolist() == [1, 2, 3, -1, 3, -1, 2, 3, 4, -1]
 
 
 def test_a_batch_is_laid_out_as_by_hand() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from agents.engines.sglang import SGLangEngine
 from agents.model.architectures import ModelFacts
 from agents.rendering.renderer import Renderer
+from agents.types import RouteShape
 from envs.errors import UserError
 from trainer.config.inputs import ModelConfig
 from trainer.config.learner import ClusterConfig
@@ -22,7 +24,7 @@ from trainer.config.rollout import EngineConfig, RolloutConfig, ServersConfig
 from trainer.config.run import RunConfig
 from trainer.setup.engines import run_engine
 from trainer.setup.model_source import OpenedModel
-from trainer.setup.servers import check_server, engine_api_key, server_settings
+from trainer.setup.servers import check_server, engine_api_key, give_routes, server_settings
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,39 @@ def test_started_servers_are_told_to_keep_their_cache(checkpoint: Path, renderer
         engine = run_engine(config, opened(checkpoint, renderer), tmp_path, None, cleanup)
     assert isinstance(engine, SGLangEngine)
     assert engine.settings.keeps_kv_cache
+
+
+@pytest.mark.parametrize(("flags", "is_told"), [({}, True), ({"routing": "free"}, False)], ids=["replay", "free"])
+def test_started_servers_of_a_mixture_are_told_to_give_experts(
+    flags: dict[str, Any], is_told: bool, checkpoint: Path, renderer: Renderer, tmp_path: Path
+) -> None:
+    config = RunConfig(engine=EngineConfig(engine="sglang"), rollout=RolloutConfig(**flags))
+    source = opened(checkpoint, renderer)
+    for shape in (None, RouteShape(3, 4, 2)):
+        mixture = replace(source, facts=replace(source.facts, routes=shape))
+        with ExitStack() as cleanup:
+            engine = run_engine(config, mixture, tmp_path, None, cleanup)
+        assert isinstance(engine, SGLangEngine)
+        assert engine.settings.routes == (shape if is_told else None)
+        assert engine.capabilities.gives_routes == (is_told and shape is not None)
+
+
+@pytest.mark.parametrize(
+    "info", [{"enable_return_routed_experts": True}, {"enable_return_routed_experts": False}, {}, 404]
+)
+def test_a_running_server_gives_experts_if_it_says_so(info: Any) -> None:
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if isinstance(info, dict) else info)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(info).encode())
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        config = ServersConfig(engine_url=(f"http://127.0.0.1:{server.server_port}",))
+        assert give_routes(config) is (info == {"enable_return_routed_experts": True})
+        server.shutdown()
 
 
 @pytest.mark.parametrize("served", [[["x\x1b[2J"]], {"x": 1}, 5, "x"])

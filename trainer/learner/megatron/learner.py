@@ -232,7 +232,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         """
         with self.lock:
             for name, weight in self.network.export():
-                yield name, weight.detach().to(self.device, self.dtype)
+                yield name, self.model.as_saved(name, weight.detach().to(self.device, self.dtype))
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of what `stream` yields, in its order; every rank must call it."""
@@ -255,6 +255,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         kept: dict[str, Tensor] = {}
         for name, weight in self.stream():
             if dist.get_rank() == 0:
+                weight = self.model.as_in_memory(name, weight)
                 kept[f"backbone.{name}"] = weight.to(device or weight.device, dtype or weight.dtype)
         return kept
 

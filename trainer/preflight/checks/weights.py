@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from agents.model.policy import PolicyModel
 from envs.checks import Verdict, fault, ok
 from trainer.learner.weights_io import CheckpointTensors
 
@@ -20,7 +21,7 @@ _PREFIX = "backbone."
 Rows = Callable[[str, int, int], Tensor | None]
 
 
-def rows_of_checkpoint(path: str | Path) -> Rows:
+def rows_of_checkpoint(path: str | Path, network: PolicyModel) -> Rows:
     """Return the function that reads rows of a network's parameters from the checkpoint's files."""
     tensors = CheckpointTensors(path)
 
@@ -28,7 +29,7 @@ def rows_of_checkpoint(path: str | Path) -> Rows:
         if name not in tensors and name.endswith("embed_tokens.weight"):
             name = "lm_head.weight"  # a tied output layer may be saved in place of the embedding
         if name in tensors:
-            return tensors.rows(name, start, end)
+            return network.as_in_memory(name, tensors.rows(name, start, end))
         return None
 
     return rows
@@ -52,7 +53,7 @@ def check_same(own: Mapping[str, Tensor], other: Rows, own_name: str, other_name
 
     Example::
 
-        check_same(learner.weights(), rows_of_checkpoint(path), "the learner", "the checkpoint")
+        check_same(learner.weights(), rows_of_checkpoint(path, network), "the learner", "the checkpoint")
     """
     wrong: list[str] = []
     values = 0
