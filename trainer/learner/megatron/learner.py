@@ -127,7 +127,8 @@ class MegatronLearner(StepLearner[ThdBatch]):
         return self._thd(rows)
 
     def _thd(self, rows: Sequence[Row]) -> ThdBatch:
-        return thd_batch(rows, padding_multiple(self.layout), self.network.context, self.device)
+        network = self.network
+        return thd_batch(rows, padding_multiple(self.layout), network.context, self.device, network.sequence_part)
 
     def _bins(self, rows: Sequence[Row]) -> list[list[Row]]:
         # Without TransformerEngine, attention takes one stream at a time.
@@ -156,6 +157,8 @@ class MegatronLearner(StepLearner[ThdBatch]):
                     len(bins),
                     self.sampling.distribution,
                     seen=on_micro_batch,
+                    # The reference has written no token, so no route is its own.
+                    replays_routes=not is_reference,
                 )
 
     def _update(
