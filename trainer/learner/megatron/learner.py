@@ -275,7 +275,8 @@ class MegatronLearner(StepLearner[ThdBatch]):
         """Write the configuration and the weights, in `dtype`, into a model folder; every rank must call it."""
         is_writer = dist.get_rank() == 0
         # Every rank takes the stream to its end: the writer cannot gather weights without the others.
-        weights = {name: weight.to("cpu", dtype) for name, weight in self.stream() if is_writer}
+        # Copies: Megatron keeps weights as parts of large buffers, and safetensors refuses parts.
+        weights = {name: weight.to("cpu", dtype, copy=True) for name, weight in self.stream() if is_writer}
         if is_writer:
             folder.mkdir(parents=True, exist_ok=True)
             save_torch_state_dict(weights, folder)
