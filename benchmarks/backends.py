@@ -37,7 +37,7 @@ from agents.types import SamplingParams
 from benchmarks.megatron_trace import trace
 from benchmarks.report import RESULTS, commit, markdown
 from tests.tiny_models import write_tiny_model
-from tests.trainer.steps import random_samples
+from tests.trainer.steps import random_samples, routed
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.learner import LayoutConfig, LearnerConfig, OptimConfig
 from trainer.learner.fsdp_learner import FSDPLearner
@@ -58,6 +58,8 @@ class Settings:
     optim: OptimConfig = OPTIM
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LEARNER
+    #: Random experts for the tokens of a mixture.
+    has_routes: bool = False
 
     def minibatches(self, samples: Sequence[TrainingSample]) -> list[list[TrainingSample]]:
         """Return the samples of each update."""
@@ -86,6 +88,7 @@ SETTINGS: dict[str, Settings] = {
         optim=OPTIM.model_copy(update={"minibatches": 2}), algorithm=AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
     ),
     "frozen tower": Settings(learner=LEARNER.model_copy(update={"freeze_vision": True})),
+    "given routes": Settings(learner=LEARNER.model_copy(update={"recompute": 1.0}), has_routes=True),
 }
 #: The layouts that are compared under all settings.
 UNDER_ALL = ("tp 2 sp", "pp 2", "cp 2")
@@ -134,13 +137,16 @@ def cases(device: str, num_gpus: int) -> list[Case]:
         rounded = Case(model, layout, "bfloat16", packed=True)
         found += [*exact, rounded]
         found += [replace(case, settings=s) for case in exact or [rounded] for s in SETTINGS if is_compared(case, s)]
+        if is_moe:  # in both dtypes: free experts change where rounding does
+            found += [replace(case, settings="given routes") for case in [*exact, rounded]]
     return sorted(found, key=lambda case: case.ranks)
 
 
 def is_compared(case: Case, settings: str) -> bool:
-    """Return whether a case is to be compared under these settings too."""
+    """Return whether a case is to be compared under these settings too, which need no mixture."""
     has_tower = case.model.startswith("qwen3_vl")
-    return settings != "plain" and case.layout in UNDER_ALL and (has_tower or settings != "frozen tower")
+    is_other = settings not in ("plain", "given routes")
+    return is_other and case.layout in UNDER_ALL and (has_tower or settings != "frozen tower")
 
 
 def write_model(folder: Path, model_type: str) -> None:
@@ -162,9 +168,15 @@ def write_model(folder: Path, model_type: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def samples_of(folder: Path) -> list[TrainingSample]:
+def samples_of(folder: Path, has_routes: bool = False) -> list[TrainingSample]:
     """Return the streams of the step, each with a key of its own."""
-    samples = random_samples(PolicyModel.load(folder))
+    model = PolicyModel.load(folder)
+    samples = random_samples(model)
+    if has_routes:
+        assert model.routing.shape, "a mixture"
+        # `routed` leaves the samples of the last prompt free, which would hide how near the others are.
+        last = replace(samples[0], prefix_length=1)
+        samples = routed([*samples, last], model.routing.shape)[:-1]
     return [replace(sample, key=(0, 0, number)) for number, sample in enumerate(samples)]
 
 
@@ -172,7 +184,8 @@ def reference(folder: Path, settings: Settings, dtype: torch.dtype, device: str)
     """Take the step with FSDP on one rank."""
     model, optim, algorithm = empty_model(folder), settings.optim, settings.algorithm
     learner = FSDPLearner(model, PARAMS, 5, optim, algorithm, settings.learner, device=device, dtype=dtype, path=folder)
-    return _step(learner.step(settings.minibatches(samples_of(folder))), learner.weights(torch.float32, "cpu"))
+    samples = samples_of(folder, settings.has_routes)
+    return _step(learner.step(settings.minibatches(samples)), learner.weights(torch.float32, "cpu"))
 
 
 def _step(stats: StepStats, weights: dict[str, torch.Tensor]) -> Step:
@@ -209,9 +222,10 @@ def run_case(case: Case, folder: Path, device: str, expected: Step) -> dict[str,
     flags, began = LAYOUTS[case.layout][0], time.perf_counter()
     learner = megatron_learner(case, folder, flags, device)
     layout = learner.layout
-    samples, world = samples_of(folder), dist.get_world_size()
+    settings, world = SETTINGS[case.settings], dist.get_world_size()
+    samples = samples_of(folder, settings.has_routes)
     number, shares = layout.data_rank(dist.get_rank(), world), layout.data_parallel(world)
-    mine = [update[number::shares] for update in SETTINGS[case.settings].minibatches(samples)]
+    mine = [update[number::shares] for update in settings.minibatches(samples)]
     ready_s, began = time.perf_counter() - began, time.perf_counter()
     stats = learner.step(mine)
     step_s = time.perf_counter() - began

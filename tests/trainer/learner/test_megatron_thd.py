@@ -74,9 +74,9 @@ def test_each_model_token_is_scored_by_one_context_parallel_rank_at_the_token_be
     samples: list[TrainingSample], context: int
 ) -> None:
     row, seen = thd_row(samples, 2 * context), []
-    for rank, mine_L in enumerate(row.split(context)):
+    for rank, mine_P in enumerate(row.split(context)):
         chosen, local = row.places(context, rank)
-        assert np.array_equal(mine_L[local], row.before_N[chosen])
+        assert np.array_equal(mine_P[local], row.before_N[chosen])
         seen += chosen.tolist()
     assert sorted(seen) == list(range(len(row.targets_N)))
 

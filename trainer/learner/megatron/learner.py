@@ -127,7 +127,8 @@ class MegatronLearner(StepLearner[ThdBatch]):
         return self._thd(rows)
 
     def _thd(self, rows: Sequence[Row]) -> ThdBatch:
-        return thd_batch(rows, padding_multiple(self.layout), self.network.context, self.device)
+        network = self.network
+        return thd_batch(rows, padding_multiple(self.layout), network.context, self.device, network.sequence_part)
 
     def _bins(self, rows: Sequence[Row]) -> list[list[Row]]:
         # Without TransformerEngine, attention takes one stream at a time.
@@ -156,6 +157,8 @@ class MegatronLearner(StepLearner[ThdBatch]):
                     len(bins),
                     self.sampling.distribution,
                     seen=on_micro_batch,
+                    # The reference has written no token, so no route is its own.
+                    replays_routes=not is_reference,
                 )
 
     def _update(
@@ -272,7 +275,8 @@ class MegatronLearner(StepLearner[ThdBatch]):
         """Write the configuration and the weights, in `dtype`, into a model folder; every rank must call it."""
         is_writer = dist.get_rank() == 0
         # Every rank takes the stream to its end: the writer cannot gather weights without the others.
-        weights = {name: weight.to("cpu", dtype) for name, weight in self.stream() if is_writer}
+        # Copies: Megatron keeps weights as parts of large buffers, and safetensors refuses parts.
+        weights = {name: weight.to("cpu", dtype, copy=True) for name, weight in self.stream() if is_writer}
         if is_writer:
             folder.mkdir(parents=True, exist_ok=True)
             save_torch_state_dict(weights, folder)

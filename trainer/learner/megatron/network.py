@@ -24,6 +24,7 @@ from agents.types import SamplingDistribution
 from envs.errors import UserError
 from trainer.config.learner import IMAGE_SHARE, LearnerConfig
 from trainer.learner.layout import Layout
+from trainer.learner.megatron.routing import Routing
 from trainer.learner.megatron.thd import ThdBatch
 from trainer.learner.megatron.tower import ENCODED_TOKENS, towers_of
 from trainer.learner.megatron.vocab_scores import VocabShard, join_context, vocab_scores
@@ -59,6 +60,7 @@ def provider_settings(config: LearnerConfig, layout: Layout, dtype: torch.dtype)
         "moe_token_dispatcher_type": "alltoall",  # needed by variable_seq_lengths
         "moe_router_load_balancing_type": "none",  # the loss is the objective's alone, as in the other backend
         "moe_aux_loss_coeff": 0.0,
+        "moe_router_fusion": False,  # a fused router asks for no routes
         "freeze_language_model": False,
         "freeze_vision_model": config.freeze_vision,
         "freeze_vision_projection": config.freeze_vision,
@@ -143,12 +145,17 @@ class MegatronNetwork:
         self._towers = list(towers_of(self.chunks, self.sequence))
         #: Tokens of images that micro-batches encode together: no more than memory was estimated for.
         self._most_encoded = min(ENCODED_TOKENS, int(IMAGE_SHARE * config.max_tokens_per_microbatch))
-        _recompute(self.chunks, config.recompute)
+        self._routing = Routing()
+        _recompute(self.chunks, config.recompute, self._routing)
         self.vocab_size = int(self.bridge.hf_pretrained.config.get_text_config().vocab_size)
         self.reads_images = hasattr(provider, "vision_config")
         self.groups = parallel_state
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self.context = (parallel_state.get_context_parallel_rank(), layout.context)
+        #: This rank, and how many there are, among those that share the tokens of a context-parallel rank.
+        self.sequence_part = (0, 1)
+        if self.sequence:
+            self.sequence_part = (parallel_state.get_tensor_model_parallel_rank(), layout.tensor)
         #: Whether few kernels are made of what follows the output layer; Megatron-core fuses its own operations itself.
         self.compiled = config.compile == "on" or (config.compile == "auto" and torch.cuda.is_available())
         #: Local attention (without TransformerEngine) takes a row of one stream alone, and no THD.
@@ -180,10 +187,12 @@ class MegatronNetwork:
         distribution: SamplingDistribution,
         loss_of: LossOf | None = None,
         seen: Callable[[ThdBatch, Tensor, Tensor], object] | None = None,
+        replays_routes: bool = True,
     ) -> None:
         """Run `count` micro-batches forward, and backward if `loss_of` is given; all ranks must run as many.
 
-        On the last pipeline stage it calls `loss_of` or `seen` for each micro-batch, in order.
+        On the last pipeline stage it calls `loss_of` or `seen` for each micro-batch, in order. Tokens take the routes
+        that they have, unless `replays_routes` is false.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -196,6 +205,9 @@ class MegatronNetwork:
 
         def forward(coming: Iterator[ThdBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(coming)
+            self._routing.routes_MLK = None
+            if replays_routes and batch.routes_MLK is not None:
+                self._routing.routes_MLK = batch.routes_MLK.to(batch.targets_N.device)
 
             def finish(scores_2N: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
                 none = torch.zeros((), dtype=torch.int, device=scores_2N.device)
@@ -227,13 +239,13 @@ class MegatronNetwork:
         device = batch.targets_N.device
         whole = self.reads_images or self.context[1] == 1  # networks with vision cut the row after the images are in it
         if whole:
-            mine_L = slice(None)
+            mine_P = slice(None)
         else:
-            mine_L = row.split(self.context[1])[self.context[0]]
+            mine_P = row.split(self.context[1])[self.context[0]]
         inputs: dict[str, Any] = {
-            "input_ids": torch.from_numpy(row.ids_T[mine_L])[None].to(device),
+            "input_ids": torch.from_numpy(row.ids_T[mine_P])[None].to(device),
             "position_ids": torch.from_numpy(
-                row.positions_3T[:, None] if self.reads_images else row.positions_3T[:1, mine_L]
+                row.positions_3T[:, None] if self.reads_images else row.positions_3T[:1, mine_P]
             ).to(device),
             # Packed streams are told apart by `packed_seq_params`.
             "attention_mask": None,
@@ -320,8 +332,10 @@ def _scores(
     return join_context(torch.stack(scores), chosen_M, len(batch.targets_N), group)
 
 
-def _recompute(chunks: Sequence[Any], share: float) -> None:
+def _recompute(chunks: Sequence[Any], share: float, routing: Routing) -> None:
     """Recompute this share of the blocks of the stage, and of the tower, as the other backend does.
+
+    A recomputed block gets the routes that it had before.
 
     Megatron-Bridge 0.6.2 has a way of its own, which gives DeepStack's mergers no gradient: their features come as a
     list out of a function whose tensors alone have one.
@@ -333,7 +347,9 @@ def _recompute(chunks: Sequence[Any], share: float) -> None:
             if isinstance(module, TransformerBlock):
                 for block in module.layers:
                     block.forward = functools.partial(_releasing_activations, block, block.forward)
+                routing.receive(module.layers)
                 recompute(module.layers, share)
+                routing.give(module.layers)
 
 
 def _releasing_activations(block: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,8 @@ comes after its stream's tokens, so causal attention shows it to none of them.
 Under context parallelism (CP) a rank computes two chunks of each padded stream, one from its front and one from its
 back, so that causal attention costs all ranks the same ("zig-zag", as Megatron-core cuts THD rows).
 
-Legend: T tokens of the row with padding, S streams, N model tokens, L tokens of one CP rank.
+Legend: T tokens of the row with padding, S streams, N model tokens, P tokens of one CP rank, M tokens that one rank
+routes to experts, R tokens of a stream with routes, L decoder layers, K experts a token.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class ThdRow:
     """One packed row as every rank of a model-parallel group knows it.
 
     `starts_S1` are the first tokens of the padded streams, and the row's end. The logits at `before_N` predict
-    `targets_N`. Images are in the order of their placeholders, repeated where two streams show one.
+    `targets_N`. Images are in the order of their placeholders, repeated where two streams show one. `routes_TLK` are
+    the experts of each token, -1 where it chooses freely; None: all do.
 
     Example: streams of 5 and 2 tokens with `multiple` 4 have `starts_S1` 0, 8, 12.
     """
@@ -41,6 +43,7 @@ class ThdRow:
     before_N: NDArray[np.int64]
     targets_N: NDArray[np.int64]
     images: tuple[ProcessedImage, ...]
+    routes_TLK: NDArray[np.int16] | None = None
 
     @property
     def longest(self) -> int:
@@ -48,18 +51,27 @@ class ThdRow:
         return int(np.diff(self.starts_S1).max())
 
     def split(self, context: int) -> list[NDArray[np.int64]]:
-        """Return the tokens (L,) of each CP rank, in the order in which it holds them."""
+        """Return the tokens (P,) of each CP rank, in the order in which it holds them."""
         return zigzag(self.starts_S1, context)
 
     def places(self, context: int, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return which model tokens this CP rank scores, and where the logits that predict them lie on it."""
         local_T = np.full(len(self.ids_T), -1)
-        mine_L = self.split(context)[rank]
-        local_T[mine_L] = np.arange(len(mine_L))
+        mine_P = self.split(context)[rank]
+        local_T[mine_P] = np.arange(len(mine_P))
         local_N = local_T[self.before_N]
         # -1: another CP rank has the logits that predict the token.
         chosen = np.flatnonzero(local_N >= 0)
         return chosen, local_N[chosen]
+
+    def routed(self, context: tuple[int, int], sequence: tuple[int, int]) -> NDArray[np.int64]:
+        """Return the tokens (M,) that a rank routes to experts: its part of its CP rank's tokens.
+
+        `context` and `sequence` are (rank, ranks). Sequence parallelism cuts a CP rank's tokens into equal parts, in
+        the order in which the rank holds them.
+        """
+        mine_P = self.split(context[1])[context[0]]
+        return mine_P.reshape(sequence[1], -1)[sequence[0]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,12 +79,13 @@ class ThdBatch(TokenBatch):
     """A micro-batch in THD: the row, and the inputs of the loss on the device.
 
     `places` are the model tokens that this CP rank scores, and where their logits lie on it; `targets_N` are those of
-    all CP ranks.
+    all CP ranks. `routes_MLK`, in the CPU's memory, are the routes of the tokens that this rank routes.
     """
 
     row: ThdRow
     targets_N: Tensor
     places: tuple[Tensor, Tensor]
+    routes_MLK: Tensor | None = None
 
 
 def thd_row(samples: Sequence[TrainingSample], multiple: int = 1) -> ThdRow:
@@ -105,7 +118,21 @@ def thd_row(samples: Sequence[TrainingSample], multiple: int = 1) -> ThdRow:
         before_N=np.concatenate(before),
         targets_N=np.concatenate([s.ids_T[s.mask_T] for s in samples]),
         images=tuple(image for sample in samples for image in sample.images),
+        routes_TLK=_routes(samples, starts),
     )
+
+
+def _routes(samples: Sequence[TrainingSample], starts: Sequence[int]) -> NDArray[np.int16] | None:
+    """Return the experts (T, L, K) of the row's tokens, -1 for each token without a route; None: no stream has any."""
+    given = [sample.routes_RLK for sample in samples if sample.routes_RLK is not None]
+    if not given:
+        return None
+    routes_TLK = np.full((starts[-1], *given[0].shape[1:]), -1, np.int16)
+    for sample, start in zip(samples, starts, strict=False):  # `starts` also has the row's end
+        if sample.routes_RLK is not None:
+            # The last written token, which was never read, has no route, and neither has padding.
+            routes_TLK[start : start + len(sample.routes_RLK)] = sample.routes_RLK
+    return routes_TLK
 
 
 def padding_multiple(layout: Layout) -> int:
@@ -142,14 +169,28 @@ def zigzag(starts_S1: NDArray[np.int32], context: int) -> list[NDArray[np.int64]
     return [np.concatenate(own) for own in ranks]
 
 
-def thd_batch(rows: Sequence[Row], multiple: int, context: tuple[int, int], device: torch.device) -> ThdBatch:
-    """Return the micro-batch of rows for one of `context` = (rank, ranks) CP ranks."""
+def thd_batch(
+    rows: Sequence[Row],
+    multiple: int,
+    context: tuple[int, int],
+    device: torch.device,
+    sequence: tuple[int, int] = (0, 1),
+) -> ThdBatch:
+    """Return the micro-batch of rows for one of `context` = (rank, ranks) CP ranks.
+
+    `sequence` = (rank, ranks) are those that share a CP rank's tokens (sequence parallelism).
+    """
     samples = [sample for row in rows for sample in row.samples]
     row = thd_row(samples, multiple)
     cp_rank, cp_size = context
     chosen, local = (torch.from_numpy(a).to(device, non_blocking=True) for a in row.places(cp_size, cp_rank))
     targets_N = torch.from_numpy(row.targets_N).to(device, non_blocking=True)
-    return ThdBatch(**vars(token_batch(samples, device)), row=row, targets_N=targets_N, places=(chosen, local))
+    routes_MLK = None
+    if row.routes_TLK is not None:
+        # Up to a kilobyte a token: all micro-batches of a step would fill the GPU.
+        routes_MLK = torch.from_numpy(row.routes_TLK[row.routed(context, sequence)])
+    inputs = vars(token_batch(samples, device))
+    return ThdBatch(**inputs, row=row, targets_N=targets_N, places=(chosen, local), routes_MLK=routes_MLK)
 
 
 @dataclass(frozen=True, eq=False)
