@@ -1,0 +1,315 @@
+"""Gated DeltaNet (arXiv 2412.06464), the state layer of Qwen3.5, over packed sequences: exact, and without leaks.
+
+A state layer carries two things from token to token: the last inputs of a short convolution, and a matrix per head. In
+a packed row both must begin anew with each sequence, or continue from the prefix that several sequences share.
+`StatePlan` says where sequences begin, and `install` puts `delta_net_forward` in place of Transformers' own forward.
+
+The rule is S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - exp(g_t) k_t S_{t-1}), with the output q_t S_t. Chunks of 64
+tokens are computed all at once, up to their effect on the state; a scan then takes the state through the chunks of each
+sequence, for all sequences at once. It is written in torch, in float32 inside, as the reference.
+
+Legend: T packed tokens, S sequences, N chunks of all sequences, P tokens of a chunk, E inputs of a chunk's convolution,
+B rows of a decode step, H heads (or hidden size, beside T alone), K and V key and value size, C channels, W the
+convolution's inputs before a token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from agents.model.attention import Span
+
+#: Tokens of a chunk.
+CHUNK = 64
+#: Earlier inputs that the convolution reads for each token: its kernel has one place more.
+WIDTH = 3
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """What a state layer carries on, for each sequence: `conv_SCW` in the network's dtype, the rest in float32.
+
+    Example: Qwen3.5-2B has 6,144 channels and 16 heads of 128 x 128, so (S, 6144, 3) and (S, 16, 128, 128).
+    """
+
+    conv_SCW: Tensor
+    recurrent_SHKV: Tensor
+
+    @classmethod
+    def zeros(cls, module: Any, count: int, like: Tensor) -> States:
+        """Return the states of `count` sequences without tokens; `like` gives device and dtype."""
+        recurrent = (count, module.num_v_heads, module.head_k_dim, module.head_v_dim)
+        return cls(
+            conv_SCW=like.new_zeros(count, module.conv_dim, WIDTH),
+            recurrent_SHKV=like.new_zeros(recurrent, dtype=torch.float32),
+        )
+
+
+class StateCache(Protocol):
+    """The cache of an engine, as a state layer uses it."""
+
+    def state_forward(self, module: nn.Module, hidden_BTH: Tensor) -> Tensor:
+        """Return the layer's output (B, T, H), and keep the states after these tokens."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """Sequences that the scan takes through their chunks together, longest first.
+
+    `sources` are the rows that their first states have: of the given states, or, for sequences with a prefix, of the
+    states that the generation before ended with. `counts` are the sequences that have a 1st, 2nd, ... chunk.
+    """
+
+    sources: Tensor
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StatePlan:
+    """How the sequences of a packed row lie in chunks.
+
+    The convolution's inputs are the T tokens of the row, and then W earlier inputs of each sequence, from its states.
+    `inputs_NE` are the places among them that each chunk reads, its own tokens last; chunks of one scan step follow
+    each other. `is_token_NP` is False for padding. `chunk_row_T` is the place of each token in the chunks,
+    `last_inputs_SW` are the last W inputs of each sequence, and `order_S` is the row of each sequence's final state.
+    """
+
+    inputs_NE: Tensor
+    is_token_NP: Tensor
+    chunk_row_T: Tensor
+    last_inputs_SW: Tensor
+    order_S: Tensor
+    generations: tuple[Generation, ...]
+
+    @classmethod
+    def build(cls, spans: Sequence[Span], device: torch.device | str) -> StatePlan:
+        """Plan sequences that cover the packed tokens in order; a prefix is an earlier whole sequence without one."""
+        num_tokens = sum(span.length for span in spans)
+        starts = {span.start: index for index, span in enumerate(spans) if not span.prefix_length}
+        inputs = _sequence_inputs(spans, starts, num_tokens)
+        roots = _longest_first(spans, [i for i, span in enumerate(spans) if not span.prefix_length])
+        followers = _longest_first(spans, [i for i, span in enumerate(spans) if span.prefix_length])
+        order_S = np.argsort([*roots, *followers], kind="stable")
+        generations = [Generation(_on(roots, device), _counts(spans, roots))]
+        if followers:
+            parents = [order_S[starts[spans[index].prefix_start]] for index in followers]
+            generations.append(Generation(_on(parents, device), _counts(spans, followers)))
+        windows: list[NDArray[np.int64]] = []
+        is_token: list[NDArray[np.bool_]] = []
+        chunk_row_T = np.empty(num_tokens, dtype=np.int64)
+        for members in (roots, followers):
+            # The chunks of a step are those of the longest sequences, so that the scan only narrows.
+            for begin in range(0, max((spans[index].length for index in members), default=0), CHUNK):
+                for index in members:
+                    length = min(CHUNK, spans[index].length - begin)
+                    if length <= 0:
+                        break
+                    first = spans[index].start + begin
+                    chunk_row_T[first : first + length] = len(windows) * CHUNK + np.arange(length)
+                    # Padding reads the last token again: its strength of zero hides it.
+                    reads = np.minimum(np.arange(WIDTH + CHUNK), WIDTH + length - 1)
+                    windows.append(inputs[index][begin + reads])
+                    is_token.append(np.arange(CHUNK) < length)
+        return cls(
+            inputs_NE=_on(np.stack(windows), device),
+            is_token_NP=_on(np.stack(is_token), device),
+            chunk_row_T=_on(chunk_row_T, device),
+            last_inputs_SW=_on(np.stack([each[-WIDTH:] for each in inputs]), device),
+            order_S=_on(order_S, device),
+            generations=tuple(generations),
+        )
+
+
+def install(decoder: nn.Module) -> None:
+    """Let the state layers of a decoder compute with `delta_net_forward`, whatever the release of Transformers."""
+    for module in decoder.modules():
+        if hasattr(module, "linear_attn"):
+            layer: Any = module.linear_attn
+            layer.forward = functools.partial(_layer_forward, layer)
+
+
+def _layer_forward(
+    module: nn.Module,
+    hidden_states: Tensor,
+    cache: StateCache | None = None,
+    cache_params: StateCache | None = None,
+    state_plan: StatePlan | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return the output of a state layer, (B, T, H).
+
+    An engine's cache, named "cache_params" before Transformers 5.18, has the states before these tokens. Without one
+    `state_plan` says where sequences begin in all rows, one behind the other.
+    """
+    if cache is None:
+        cache = cache_params
+    if cache is not None:
+        return cache.state_forward(module, hidden_states)
+    assert state_plan is not None, "a network with states needs to know where its sequences begin"
+    out_1TH, _states = delta_net_forward(module, hidden_states.flatten(0, 1)[None], state_plan)
+    return out_1TH.view(hidden_states.shape)
+
+
+def delta_net_forward(
+    module: Any, hidden_1TH: Tensor, plan: StatePlan, states: States | None = None
+) -> tuple[Tensor, States]:
+    """Return the output of a state layer for a packed row, and each sequence's states after its tokens.
+
+    `states` are those before the tokens, one row a sequence, None for zeros; a sequence with a prefix ignores its own.
+    """
+    hidden_TH = hidden_1TH[0]
+    if states is None:
+        states = States.zeros(module, len(plan.last_inputs_SW), hidden_TH)
+    mixed_TC = module.in_proj_qkv(hidden_TH)
+    inputs_XC = torch.cat([mixed_TC, states.conv_SCW.transpose(1, 2).flatten(0, 1).to(mixed_TC.dtype)])
+    query, key, value = _heads(module, _convolve(module, inputs_XC[plan.inputs_NE]))
+    # Zeros for padding: it neither changes the state nor lets it decay.
+    tokens_NP = plan.inputs_NE[:, WIDTH:].clamp(max=len(hidden_TH) - 1)
+    decay_NPH, beta_NPH = _gates(module, hidden_TH)
+    decay_NPH = decay_NPH[tokens_NP] * plan.is_token_NP[..., None]
+    beta_NPH = beta_NPH[tokens_NP] * plan.is_token_NP[..., None]
+    out_NPHV, recurrent_SHKV = _chunked_rule(query, key, value, decay_NPH, beta_NPH, plan, states.recurrent_SHKV)
+    out_THV = out_NPHV.flatten(0, 1).index_select(0, plan.chunk_row_T)
+    conv_SCW = inputs_XC[plan.last_inputs_SW].transpose(1, 2)
+    return _output(module, hidden_TH, out_THV)[None], States(conv_SCW, recurrent_SHKV)
+
+
+def delta_net_step(module: Any, hidden_B1H: Tensor, states: States, alive_B: Tensor) -> tuple[Tensor, States]:
+    """Return the output for one token a row, and the states after it; rows that are not alive keep theirs."""
+    hidden_BH = hidden_B1H[:, 0]
+    inputs_BEC = torch.cat([states.conv_SCW.transpose(1, 2), module.in_proj_qkv(hidden_BH)[:, None]], dim=1)
+    query, key, value = (x[:, 0] for x in _heads(module, _convolve(module, inputs_BEC)))
+    decay_BH, beta_BH = _gates(module, hidden_BH)
+    recurrent_BHKV = states.recurrent_SHKV * decay_BH.exp()[..., None, None]
+    known_BHV = (recurrent_BHKV * key[..., None]).sum(-2)
+    change_BHV = (value - known_BHV) * beta_BH[..., None]
+    recurrent_BHKV = recurrent_BHKV + key[..., None] * change_BHV[..., None, :]
+    out_BHV = (recurrent_BHKV * query[..., None]).sum(-2)
+    after = States(
+        conv_SCW=torch.where(alive_B[:, None, None], inputs_BEC[:, 1:].transpose(1, 2), states.conv_SCW),
+        recurrent_SHKV=torch.where(alive_B[:, None, None, None], recurrent_BHKV, states.recurrent_SHKV),
+    )
+    return _output(module, hidden_BH, out_BHV)[:, None], after
+
+
+def _convolve(module: Any, inputs_NEC: Tensor) -> Tensor:
+    """Return the convolution of (N, W + P, C) inputs at their last P places, with its activation."""
+    weight_CE = module.conv1d.weight[:, 0].float()
+    length = inputs_NEC.shape[1] - WIDTH
+    mixed_NPC = inputs_NEC[:, :length] * weight_CE[:, 0]
+    for place in range(1, WIDTH + 1):
+        mixed_NPC = mixed_NPC + inputs_NEC[:, place : place + length] * weight_CE[:, place]
+    return F.silu(mixed_NPC.to(inputs_NEC.dtype))
+
+
+def _heads(module: Any, mixed_NPC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return normed queries and keys, and values, in float32: (N, P, H, K) and (N, P, H, V)."""
+    query, key, value = mixed_NPC.float().split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
+    query, key = (x.unflatten(-1, (-1, module.head_k_dim)) for x in (query, key))
+    query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    groups = module.num_v_heads // module.num_k_heads
+    query, key = (x.repeat_interleave(groups, dim=-2) for x in (query, key))
+    return query * module.head_k_dim**-0.5, key, value.unflatten(-1, (-1, module.head_v_dim))
+
+
+def _gates(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of the decay, and the strength of each token's change: (..., H) in float32."""
+    rate = F.softplus(module.in_proj_a(hidden).float() + module.dt_bias)
+    return -module.A_log.float().exp() * rate, module.in_proj_b(hidden).sigmoid().float()
+
+
+def _output(module: Any, hidden: Tensor, out_HV: Tensor) -> Tensor:
+    """Return the layer's output from what its heads read; tokens come first in all shapes."""
+    gate = module.in_proj_z(hidden).reshape(-1, module.head_v_dim)
+    normed = module.norm(out_HV.to(hidden.dtype).reshape(-1, module.head_v_dim), gate)
+    return module.out_proj(normed.view(len(hidden), -1))
+
+
+def _chunked_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay_NPH: Tensor, beta_NPH: Tensor, plan: StatePlan, first_SHKV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what the heads read, (N, P, H, V), and the state after each sequence, (S, H, K, V)."""
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    beta_NHP1 = beta_NPH.transpose(1, 2)[..., None]
+    decay_NHP = decay_NPH.transpose(1, 2).cumsum(-1)  # from the chunk's beginning to each token
+    between_NHPP = decay_NHP[..., :, None] - decay_NHP[..., None, :]
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
+    between_NHPP = between_NHPP.masked_fill(later, -torch.inf).exp()
+    # Each token's change corrects what the changes of the earlier ones already say: a triangular system.
+    system = ((key * beta_NHP1) @ key.mT) * between_NHPP
+    right = torch.cat([value, key * decay_NHP[..., None].exp()], dim=-1) * beta_NHP1
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    value, known = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
+    left_NHP1 = (decay_NHP[..., -1:] - decay_NHP)[..., None].exp()
+    changes, before, after_SHKV = _scan(value, known, key * left_NHP1, decay_NHP[..., -1].exp(), plan, first_SHKV)
+    read = (query * decay_NHP[..., None].exp()) @ before + ((query @ key.mT) * between_NHPP) @ changes
+    return read.transpose(1, 2), after_SHKV
+
+
+@torch.compiler.disable
+def _scan(
+    value: Tensor, known: Tensor, key: Tensor, decay_NH: Tensor, plan: StatePlan, first_SHKV: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take the states through all chunks.
+
+    Returns each chunk's changes (N, H, P, V), the state before each chunk (N, H, K, V), and the state after each
+    sequence. The loop has as many steps as the longest sequence has chunks, so it is not compiled.
+    """
+    sizes = [count for generation in plan.generations for count in generation.counts]
+    inputs = (value, known, key.mT, decay_NH[..., None, None])
+    parts = iter(zip(*(x.split(sizes) for x in inputs), strict=True))
+    changes: list[Tensor] = []
+    before: list[Tensor] = []
+    after_SHKV = first_SHKV
+    for generation in plan.generations:
+        state = after_SHKV.index_select(0, generation.sources)
+        ended: list[Tensor] = []
+        for count in generation.counts:
+            ended.append(state[count:])
+            state = state[:count]
+            value, known, key, decay = next(parts)
+            change = value - known @ state
+            before.append(state)
+            changes.append(change)
+            state = state * decay + key @ change
+        # Longest first, as the generation's sequences are.
+        finals = torch.cat([state, *reversed(ended)])
+        after_SHKV = finals if generation is plan.generations[0] else torch.cat([after_SHKV, finals])
+    return torch.cat(changes), torch.cat(before), after_SHKV.index_select(0, plan.order_S)
+
+
+def _sequence_inputs(spans: Sequence[Span], starts: dict[int, int], num_tokens: int) -> list[NDArray[np.int64]]:
+    """Return the places of the convolution's inputs for each sequence: W before it, then its own."""
+    inputs: list[NDArray[np.int64]] = []
+    for index, span in enumerate(spans):
+        earlier = num_tokens + WIDTH * index + np.arange(WIDTH)
+        if span.prefix_length:
+            prefix = spans[starts[span.prefix_start]]
+            assert prefix.length == span.prefix_length, f"a prefix is a whole sequence: {span} of {prefix}"
+            earlier = inputs[starts[span.prefix_start]][-WIDTH:]
+        inputs.append(np.concatenate([earlier, span.start + np.arange(span.length)]))
+    return inputs
+
+
+def _longest_first(spans: Sequence[Span], members: list[int]) -> list[int]:
+    return sorted(members, key=lambda index: -spans[index].length)
+
+
+def _counts(spans: Sequence[Span], members: list[int]) -> tuple[int, ...]:
+    """Return how many of the sequences have a 1st, 2nd, ... chunk."""
+    chunks = np.array([-(-spans[index].length // CHUNK) for index in members])
+    return tuple(int((chunks > step).sum()) for step in range(chunks.max()))
+
+
+def _on(array: Sequence[int] | NDArray[Any], device: torch.device | str) -> Tensor:
+    return torch.from_numpy(np.asarray(array)).to(device, non_blocking=True)
