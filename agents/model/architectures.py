@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from agents.model.delta_net import WIDTH
 from envs.datasets.hub import check_is_there
 from envs.errors import UserError, first_line
 
@@ -25,8 +26,9 @@ class Architecture:
     A network with `vision` has a decoder and a vision tower and takes positions on three axes; one without is only a
     decoder and takes one position. `deepstack`: features of several layers of the tower enter the decoder (arXiv
     2406.04334). `windows`: most layers of the tower attend only within windows of `window_size` pixels (Qwen2.5-VL,
-    arXiv 2502.13923, section 2.1.1). `names_are_saved`: a checkpoint holds the weights with the same names and shapes
-    as the network in memory.
+    arXiv 2502.13923, section 2.1.1). `states`: most layers of the decoder carry a state from token to token in place of
+    attention (`agents.model.delta_net`). `names_are_saved`: a checkpoint holds the weights with the same names and
+    shapes as the network in memory.
 
     Example::
 
@@ -40,6 +42,7 @@ class Architecture:
     vision: bool = False
     deepstack: bool = False
     windows: bool = False
+    states: bool = False
 
     def decoder(self, network: nn.Module) -> Any:
         """Return the module with `embed_tokens` and `layers`."""
@@ -114,6 +117,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2_5_vl": Architecture(
         "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor", names_are_saved=False, vision=True, windows=True
     ),
+    "qwen3_5": Architecture("Qwen3_5ForConditionalGeneration", "Qwen3VLProcessor", vision=True, states=True),
+    "qwen3_5_moe": Architecture(
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3VLProcessor",
+        names_are_saved=False,
+        vision=True,
+        states=True,
+    ),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "llama": Architecture("LlamaForCausalLM"),
@@ -145,8 +156,14 @@ def architecture_of(config: Any) -> Architecture:
     if blocks > MAX_BLOCKS:  # they are made one after the other, long before the weights are looked at
         rule, fix = f"must have at most {MAX_BLOCKS} layers", "take the config.json of the model's repository"
         raise UserError("--model", rule, blocks, fix)
+    known = {"full_attention"}
+    if architecture.states:
+        known.add("linear_attention")
+        if (width := text.linear_conv_kernel_dim) != WIDTH + 1:
+            fix = "take the config.json of the model's repository"
+            raise UserError("--model", f"must have linear_conv_kernel_dim {WIDTH + 1}", width, fix)
     # Absent where every layer attends to all tokens.
-    kinds = set(text.to_dict().get("layer_types") or ()) - {"full_attention"}
+    kinds = set(text.to_dict().get("layer_types") or ()) - known
     if kinds:
         fix = "give a model whose config.json has use_sliding_window false"
         raise UserError("--model", "must attend to all earlier tokens in every layer", ", ".join(sorted(kinds)), fix)

@@ -250,8 +250,9 @@ def _chunked_rule(
     right = torch.cat([value, key * decay_NHP[..., None].exp()], dim=-1) * beta_NHP1
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     value, known = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
-    left_NHP1 = (decay_NHP[..., -1:] - decay_NHP)[..., None].exp()
-    changes, before, after_SHKV = _scan(value, known, key * left_NHP1, decay_NHP[..., -1].exp(), plan, first_SHKV)
+    key_left = key * (decay_NHP[..., -1:] - decay_NHP)[..., None].exp()
+    scan: Any = _scan  # torch types what it leaves uncompiled as a decorator
+    changes, before, after_SHKV = scan(value, known, key_left, decay_NHP[..., -1].exp(), plan, first_SHKV)
     read = (query * decay_NHP[..., None].exp()) @ before + ((query @ key.mT) * between_NHPP) @ changes
     return read.transpose(1, 2), after_SHKV
 
@@ -267,7 +268,7 @@ def _scan(
     """
     sizes = [count for generation in plan.generations for count in generation.counts]
     inputs = (value, known, key.mT, decay_NH[..., None, None])
-    parts = iter(zip(*(x.split(sizes) for x in inputs), strict=True))
+    parts = iter(zip(*(torch.split(x, sizes) for x in inputs), strict=True))
     changes: list[Tensor] = []
     before: list[Tensor] = []
     after_SHKV = first_SHKV

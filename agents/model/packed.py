@@ -5,6 +5,7 @@ Legend: T packed tokens, N chosen tokens, K ids that one was drawn from, M image
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.model.attention import Segments, Span
+from agents.model.delta_net import StatePlan
 from agents.types import ProcessedImage
 
 
@@ -67,7 +69,7 @@ class PackedStreams:
     """Sequences concatenated in one row, and the tokens to score.
 
     The logits at the places `before_N` predict the tokens `targets_N`, which were drawn from the ids `kept_NK`, or from
-    all without them. `placeholders_M` are the places of the image placeholders.
+    all without them. `placeholders_M` are the places of the image placeholders, and `spans` are the sequences.
     """
 
     ids_T: Tensor
@@ -77,7 +79,13 @@ class PackedStreams:
     placeholders_M: Tensor
     before_N: Tensor
     targets_N: Tensor
+    spans: tuple[Span, ...]
     kept_NK: Tensor | None = None
+
+    @functools.cached_property
+    def state_plan(self) -> StatePlan:
+        """Where the sequences lie for layers with states; networks without never ask."""
+        return StatePlan.build(self.spans, self.ids_T.device)
 
     @classmethod
     def build(
@@ -106,5 +114,6 @@ class PackedStreams:
             placeholders_M=tensor(np.flatnonzero(ids_T == image_token_id)),
             before_N=tensor(before_N),
             targets_N=tensor(targets_N),
+            spans=tuple(spans),
             kept_NK=None if kept_NK is None else tensor(kept_NK),
         )

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from agents.model.architectures import NO_IMAGE_TOKEN, architecture_of, read_config
-from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, needs_buckets, register_attention
+from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, Span, needs_buckets, register_attention
+from agents.model.delta_net import StatePlan, install
 from agents.model.linear_logprobs import float32_product, linear_scores
 from agents.model.mrope import mrope_positions
 from agents.model.packed import PackedStreams, VisionBatch
@@ -59,6 +60,8 @@ class PolicyModel(nn.Module):
             self._vision_tower.config._attn_implementation = VISION_ATTENTION
         if self.architecture.deepstack:
             self._decoder._deepstack_process = add_features
+        if self.architecture.states:
+            install(self._decoder)
 
     @classmethod
     def load(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> PolicyModel:
@@ -94,6 +97,10 @@ class PolicyModel(nn.Module):
         config = copy.deepcopy(self.config)
         for part in (config, *(getattr(config, name) for name in config.sub_configs)):
             part.dtype = str(dtype).removeprefix("torch.")
+        if self.architecture.states:  # SGLang needs both, and Transformers leaves them out
+            text = config.get_text_config()
+            text.full_attention_interval = text.layer_types.index("full_attention") + 1
+            config.vision_config.deepstack_visual_indexes = []
         config.save_pretrained(folder)
         if self.architecture.processor:  # for servers; TrueTurn does not read it
             text = json.dumps({"processor_class": self.architecture.processor}, indent=1) + "\n"
@@ -172,8 +179,12 @@ class PolicyModel(nn.Module):
             places = (ids_BT == self.image_token_id).nonzero(as_tuple=True)
         else:
             places = ()
-        cached = {_cache_name(type(self._decoder)): cache}
-        hidden_BTH = self._hidden(ids_BT, positions_3BT, vision, places, attention_mask=attention_mask, **cached)
+        inputs: dict[str, Any] = {_cache_name(type(self._decoder)): cache, "attention_mask": attention_mask}
+        if self.architecture.states and cache is None:
+            rows, width = ids_BT.shape
+            spans = [Span(row * width, width) for row in range(rows)]
+            inputs["state_plan"] = StatePlan.build(spans, ids_BT.device)
+        hidden_BTH = self._hidden(ids_BT, positions_3BT, vision, places, **inputs)
         return float32_logits(hidden_BTH[select], self.backbone.lm_head)
 
     def next_logits(self, ids_B: Tensor, positions_B: Tensor, seen_BC: Tensor, cache: Any) -> Tensor:
@@ -195,6 +206,9 @@ class PolicyModel(nn.Module):
         row = torch.zeros_like(packed.placeholders_M)
         # Transformers passes on a mask of four dimensions unchanged, so it makes none over the whole row.
         unused_1111 = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.device)
+        inputs: dict[str, Any] = {}
+        if self.architecture.states:
+            inputs["state_plan"] = packed.state_plan
         hidden_1TH = self._hidden(
             packed.ids_T[None],
             packed.positions_3T[:, None],
@@ -202,6 +216,7 @@ class PolicyModel(nn.Module):
             (row, packed.placeholders_M),
             attention_mask=unused_1111,
             segments=packed.segments,
+            **inputs,
         )
         hidden_NH = hidden_1TH[0].index_select(0, packed.before_N)
         lm_head: Any = self.backbone.lm_head
