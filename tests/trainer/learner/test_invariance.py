@@ -34,7 +34,7 @@ from trainer.config.learner import LearnerConfig, OptimConfig
 from trainer.data.packing import collate, pack_rows
 from trainer.types import TrainingSample
 
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3", "llama")
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen3", "llama")
 #: Far enough that some ratios of a second update are clipped.
 FAST = OptimConfig(lr=3e-3, warmup_steps=0)
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
