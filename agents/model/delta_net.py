@@ -18,13 +18,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from agents.model.attention import Span
 
@@ -82,6 +83,7 @@ class StatePlan:
     `inputs_NE` are the places among them that each chunk reads, its own tokens last; chunks of one scan step follow
     each other. `is_token_NP` is False for padding. `chunk_row_T` is the place of each token in the chunks,
     `last_inputs_SW` are the last W inputs of each sequence, and `order_S` is the row of each sequence's final state.
+    `is_compiled` says whether layers compile what they do within chunks.
     """
 
     inputs_NE: Tensor
@@ -90,6 +92,7 @@ class StatePlan:
     last_inputs_SW: Tensor
     order_S: Tensor
     generations: tuple[Generation, ...]
+    is_compiled: bool = False
 
     @classmethod
     def build(cls, spans: Sequence[Span], device: torch.device | str) -> StatePlan:
@@ -170,17 +173,9 @@ def delta_net_forward(
     hidden_TH = hidden_1TH[0]
     if states is None:
         states = States.zeros(module, len(plan.last_inputs_SW), hidden_TH)
-    mixed_TC = module.in_proj_qkv(hidden_TH)
-    inputs_XC = torch.cat([mixed_TC, states.conv_SCW.transpose(1, 2).flatten(0, 1).to(mixed_TC.dtype)])
-    query, key, value = _heads(module, _convolve(module, inputs_XC[plan.inputs_NE]))
-    # Zeros for padding: it neither changes the state nor lets it decay.
-    tokens_NP = plan.inputs_NE[:, WIDTH:].clamp(max=len(hidden_TH) - 1)
-    decay_NPH, beta_NPH = _gates(module, hidden_TH)
-    decay_NPH = decay_NPH[tokens_NP] * plan.is_token_NP[..., None]
-    beta_NPH = beta_NPH[tokens_NP] * plan.is_token_NP[..., None]
-    out_NPHV, recurrent_SHKV = _chunked_rule(query, key, value, decay_NPH, beta_NPH, plan, states.recurrent_SHKV)
-    out_THV = out_NPHV.flatten(0, 1).index_select(0, plan.chunk_row_T)
-    conv_SCW = inputs_XC[plan.last_inputs_SW].transpose(1, 2)
+    inputs = (module.conv1d.weight, module.in_proj_qkv(hidden_TH), *_gates(module, hidden_TH))
+    mix: Any = _mix  # torch types what it leaves uncompiled as a decorator
+    out_THV, conv_SCW, recurrent_SHKV = mix(module, *inputs, plan, states)
     return _output(module, hidden_TH, out_THV)[None], States(conv_SCW, recurrent_SHKV)
 
 
@@ -188,7 +183,7 @@ def delta_net_step(module: Any, hidden_B1H: Tensor, states: States, alive_B: Ten
     """Return the output for one token a row, and the states after it; rows that are not alive keep theirs."""
     hidden_BH = hidden_B1H[:, 0]
     inputs_BEC = torch.cat([states.conv_SCW.transpose(1, 2), module.in_proj_qkv(hidden_BH)[:, None]], dim=1)
-    query, key, value = (x[:, 0] for x in _heads(module, _convolve(module, inputs_BEC)))
+    query, key, value = (x[:, 0] for x in _heads(module, _convolve(module.conv1d.weight, inputs_BEC)))
     decay_BH, beta_BH = _gates(module, hidden_BH)
     recurrent_BHKV = states.recurrent_SHKV * decay_BH.exp()[..., None, None]
     known_BHV = (recurrent_BHKV * key[..., None]).sum(-2)
@@ -202,9 +197,9 @@ def delta_net_step(module: Any, hidden_B1H: Tensor, states: States, alive_B: Ten
     return _output(module, hidden_BH, out_BHV)[:, None], after
 
 
-def _convolve(module: Any, inputs_NEC: Tensor) -> Tensor:
+def _convolve(weight_C1E: Tensor, inputs_NEC: Tensor) -> Tensor:
     """Return the convolution of (N, W + P, C) inputs at their last P places, with its activation."""
-    weight_CE = module.conv1d.weight[:, 0].float()
+    weight_CE = weight_C1E[:, 0].float()
     length = inputs_NEC.shape[1] - WIDTH
     mixed_NPC = inputs_NEC[:, :length] * weight_CE[:, 0]
     for place in range(1, WIDTH + 1):
@@ -235,39 +230,106 @@ def _output(module: Any, hidden: Tensor, out_HV: Tensor) -> Tensor:
     return module.out_proj(normed.view(len(hidden), -1))
 
 
-def _chunked_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay_NPH: Tensor, beta_NPH: Tensor, plan: StatePlan, first_SHKV: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return what the heads read, (N, P, H, V), and the state after each sequence, (S, H, K, V)."""
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    beta_NHP1 = beta_NPH.transpose(1, 2)[..., None]
-    decay_NHP = decay_NPH.transpose(1, 2).cumsum(-1)  # from the chunk's beginning to each token
+# The scan's loop has another length for every row, so the part that holds it is not compiled as a whole.
+@torch.compiler.disable
+def _mix(module: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the heads of each token read, (T, H, V), and the states after each sequence.
+
+    The inputs within a chunk are many times as large as the layer's own, so a backward pass computes them again.
+    """
+    if torch.is_grad_enabled():
+        return checkpoint(_mix_once, module, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return _mix_once(module, *inputs)
+
+
+def _mix_once(
+    module: Any,
+    weight_C1E: Tensor,
+    mixed_TC: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor,
+    plan: StatePlan,
+    states: States,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inside = _inside_chunks
+    across = _read
+    if plan.is_compiled:
+        inside = _compiled(inside)
+        across = _compiled(across)
+    inputs_XC = torch.cat([mixed_TC, states.conv_SCW.transpose(1, 2).flatten(0, 1).to(mixed_TC.dtype)])
+    chunk = inside(module, weight_C1E, inputs_XC, decay_TH, beta_TH, plan.inputs_NE, plan.is_token_NP)
+    changes, before, after_SHKV = _scan(chunk, plan, states.recurrent_SHKV)
+    out_THV = across(chunk, before, changes, plan.chunk_row_T).to(mixed_TC.dtype)
+    return out_THV, inputs_XC[plan.last_inputs_SW].transpose(1, 2), after_SHKV
+
+
+@functools.cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, dynamic=True)
+
+
+class Chunks(NamedTuple):
+    """What chunks say without the state before them, each (N, H, ...).
+
+    The changes of their tokens are `value - known @ state`; `key_left` writes them into the state after the chunk,
+    which keeps `kept` of itself. Its tokens read `query @ state + seen @ changes`.
+    """
+
+    value: Tensor
+    known: Tensor
+    key_left: Tensor
+    kept: Tensor
+    query: Tensor
+    seen: Tensor
+
+
+def _inside_chunks(
+    module: Any,
+    weight_C1E: Tensor,
+    inputs_XC: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor,
+    inputs_NE: Tensor,
+    is_token_NP: Tensor,
+) -> Chunks:
+    query, key, value = (x.transpose(1, 2) for x in _heads(module, _convolve(weight_C1E, inputs_XC[inputs_NE])))
+    # Zeros for padding: it neither changes the state nor lets it decay.
+    tokens_NP = inputs_NE[:, WIDTH:].clamp(max=len(decay_TH) - 1)
+    decay_NHP = (decay_TH[tokens_NP] * is_token_NP[..., None]).transpose(1, 2)
+    beta_NHP1 = (beta_TH[tokens_NP] * is_token_NP[..., None]).transpose(1, 2)[..., None]
+    decay_NHP = decay_NHP.cumsum(-1)  # from the chunk's beginning to each token
     between_NHPP = decay_NHP[..., :, None] - decay_NHP[..., None, :]
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay_TH.device).triu(1)
     between_NHPP = between_NHPP.masked_fill(later, -torch.inf).exp()
     # Each token's change corrects what the changes of the earlier ones already say: a triangular system.
     system = ((key * beta_NHP1) @ key.mT) * between_NHPP
     right = torch.cat([value, key * decay_NHP[..., None].exp()], dim=-1) * beta_NHP1
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     value, known = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
-    key_left = key * (decay_NHP[..., -1:] - decay_NHP)[..., None].exp()
-    scan: Any = _scan  # torch types what it leaves uncompiled as a decorator
-    changes, before, after_SHKV = scan(value, known, key_left, decay_NHP[..., -1].exp(), plan, first_SHKV)
-    read = (query * decay_NHP[..., None].exp()) @ before + ((query @ key.mT) * between_NHPP) @ changes
-    return read.transpose(1, 2), after_SHKV
+    return Chunks(
+        value=value,
+        known=known,
+        key_left=key * (decay_NHP[..., -1:] - decay_NHP)[..., None].exp(),
+        kept=decay_NHP[..., -1].exp(),
+        query=query * decay_NHP[..., None].exp(),
+        seen=(query @ key.mT) * between_NHPP,
+    )
 
 
-@torch.compiler.disable
-def _scan(
-    value: Tensor, known: Tensor, key: Tensor, decay_NH: Tensor, plan: StatePlan, first_SHKV: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Take the states through all chunks.
+def _read(chunk: Chunks, before: Tensor, changes: Tensor, chunk_row_T: Tensor) -> Tensor:
+    """Return what the tokens read, (T, H, V), from the states before their chunks and the changes within."""
+    read = chunk.query @ before + chunk.seen @ changes
+    return read.transpose(1, 2).flatten(0, 1).index_select(0, chunk_row_T)
+
+
+def _scan(chunk: Chunks, plan: StatePlan, first_SHKV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Take the states through all chunks, in as many steps as the longest sequence of each generation has chunks.
 
     Returns each chunk's changes (N, H, P, V), the state before each chunk (N, H, K, V), and the state after each
-    sequence. The loop has as many steps as the longest sequence has chunks, so it is not compiled.
+    sequence.
     """
     sizes = [count for generation in plan.generations for count in generation.counts]
-    inputs = (value, known, key.mT, decay_NH[..., None, None])
+    inputs = (chunk.value, chunk.known, chunk.key_left.mT, chunk.kept[..., None, None])
     parts = iter(zip(*(torch.split(x, sizes) for x in inputs), strict=True))
     changes: list[Tensor] = []
     before: list[Tensor] = []
@@ -278,11 +340,11 @@ def _scan(
         for count in generation.counts:
             ended.append(state[count:])
             state = state[:count]
-            value, known, key, decay = next(parts)
+            value, known, key, kept = next(parts)
             change = value - known @ state
             before.append(state)
             changes.append(change)
-            state = state * decay + key @ change
+            state = state * kept + key @ change
         # Longest first, as the generation's sequences are.
         finals = torch.cat([state, *reversed(ended)])
         after_SHKV = finals if generation is plan.generations[0] else torch.cat([after_SHKV, finals])

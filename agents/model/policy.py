@@ -16,6 +16,7 @@ import functools
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class PolicyModel(nn.Module):
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
-        #: Whether `token_scores` compiles the operations after the output layer into fused kernels.
+        #: Whether `token_scores` compiles what is outside of blocks, or within chunks, into fused kernels.
         self.compiled_scores = False
         self.config: Any = backbone.config
         self.architecture = architecture_of(self.config)
@@ -208,7 +209,7 @@ class PolicyModel(nn.Module):
         unused_1111 = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.device)
         inputs: dict[str, Any] = {}
         if self.architecture.states:
-            inputs["state_plan"] = packed.state_plan
+            inputs["state_plan"] = replace(packed.state_plan, is_compiled=self.compiled_scores)
         hidden_1TH = self._hidden(
             packed.ids_T[None],
             packed.positions_3T[:, None],
