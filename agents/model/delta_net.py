@@ -72,7 +72,7 @@ class Generation:
     """
 
     sources: Tensor
-    counts: tuple[int, ...]
+    counts: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,27 +328,77 @@ def _scan(chunk: Chunks, plan: StatePlan, first_SHKV: Tensor) -> tuple[Tensor, T
     Returns each chunk's changes (N, H, P, V), the state before each chunk (N, H, K, V), and the state after each
     sequence.
     """
-    sizes = [count for generation in plan.generations for count in generation.counts]
-    inputs = (chunk.value, chunk.known, chunk.key_left.mT, chunk.kept[..., None, None])
-    parts = iter(zip(*(torch.split(x, sizes) for x in inputs), strict=True))
-    changes: list[Tensor] = []
-    before: list[Tensor] = []
+    sizes = [sum(generation.counts) for generation in plan.generations]
+    inputs = (chunk.value, chunk.known, chunk.key_left, chunk.kept)
+    parts = zip(*(torch.split(x, sizes) for x in inputs), strict=True)
+    results: list[tuple[Tensor, Tensor]] = []
     after_SHKV = first_SHKV
-    for generation in plan.generations:
+    for generation, part in zip(plan.generations, parts, strict=True):
         state = after_SHKV.index_select(0, generation.sources)
+        changes, before, finals = _Scan.apply(*part, state, generation.counts)
+        results.append((changes, before))
+        if generation is plan.generations[0]:
+            after_SHKV = finals
+        else:
+            after_SHKV = torch.cat([after_SHKV, finals])
+    changes, before = (torch.cat(each) for each in zip(*results, strict=True))
+    return changes, before, after_SHKV.index_select(0, plan.order_S)
+
+
+class _Scan(torch.autograd.Function):
+    """Takes states through the chunks of one generation, one step a chunk.
+
+    The steps are short, so that starting kernels costs more than they do: autograd would start four times as many.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, known: Tensor, key_left: Tensor, kept: Tensor, state: Tensor, counts: list[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the changes and the state before each chunk, and the states at the ends, longest sequence first."""
+        before: list[Tensor] = []
+        changes: list[Tensor] = []
         ended: list[Tensor] = []
-        for count in generation.counts:
+        steps = zip(*(torch.split(x, counts) for x in (value, known, key_left.mT, kept[..., None, None])), strict=True)
+        for count, (own_value, own_known, own_key, own_kept) in zip(counts, steps, strict=True):
             ended.append(state[count:])
             state = state[:count]
-            value, known, key, kept = next(parts)
-            change = value - known @ state
+            change = _add_product(own_value, own_known, state, -1)
             before.append(state)
             changes.append(change)
-            state = state * kept + key @ change
-        # Longest first, as the generation's sequences are.
-        finals = torch.cat([state, *reversed(ended)])
-        after_SHKV = finals if generation is plan.generations[0] else torch.cat([after_SHKV, finals])
-    return torch.cat(changes), torch.cat(before), after_SHKV.index_select(0, plan.order_S)
+            state = _add_product(state * own_kept, own_key, change, 1)
+        results = torch.cat(changes), torch.cat(before)
+        ctx.save_for_backward(known, key_left, kept, *results)
+        ctx.counts = counts
+        return *results, torch.cat([state, *reversed(ended)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of all inputs, by the same steps in reverse."""
+        known, key_left, kept, changes, before = ctx.saved_tensors
+        of_changes, of_before, of_ends = grads
+        tensors = (known.mT, key_left, kept[..., None, None], of_changes, of_before)
+        steps = zip(*(reversed(torch.split(x, ctx.counts)) for x in tensors), strict=True)
+        of_value: list[Tensor] = []
+        of_after: list[Tensor] = []
+        of_state = of_ends[:0]
+        for count, (own_known, own_key, own_kept, of_change, of_own) in zip(reversed(ctx.counts), steps, strict=True):
+            # Sequences that end with this chunk join those that go on.
+            of_state = torch.cat([of_state, of_ends[len(of_state) : count]])
+            of_change = _add_product(of_change, own_key, of_state, 1)
+            of_value.append(of_change)
+            of_after.append(of_state)
+            of_state = _add_product(of_own.addcmul(of_state, own_kept), own_known, of_change, -1)
+        changed = torch.cat(of_value[::-1])
+        after = torch.cat(of_after[::-1])
+        first = torch.cat([of_state, of_ends[len(of_state) :]])
+        return changed, -changed @ before.mT, changes @ after.mT, (after * before).sum((-1, -2)), first, None
+
+
+def _add_product(base: Tensor, left: Tensor, right: Tensor, sign: int) -> Tensor:
+    """Return base + sign * left @ right for (n, H, ...) matrices, in one kernel."""
+    flat = (x.flatten(0, 1) for x in (base, left, right))
+    return torch.baddbmm(*flat, alpha=sign).view(base.shape)
 
 
 def _sequence_inputs(spans: Sequence[Span], starts: dict[int, int], num_tokens: int) -> list[NDArray[np.int64]]:
@@ -368,10 +418,10 @@ def _longest_first(spans: Sequence[Span], members: list[int]) -> list[int]:
     return sorted(members, key=lambda index: -spans[index].length)
 
 
-def _counts(spans: Sequence[Span], members: list[int]) -> tuple[int, ...]:
+def _counts(spans: Sequence[Span], members: list[int]) -> list[int]:
     """Return how many of the sequences have a 1st, 2nd, ... chunk."""
     chunks = np.array([-(-spans[index].length // CHUNK) for index in members])
-    return tuple(int((chunks > step).sum()) for step in range(chunks.max()))
+    return [int((chunks > step).sum()) for step in range(chunks.max())]
 
 
 def _on(array: Sequence[int] | NDArray[Any], device: torch.device | str) -> Tensor:
