@@ -24,8 +24,9 @@ def prefixes(network: PolicyModel) -> list[CachedPrefix]:
         positions_T = torch.arange(len(ids))
         seen_TT = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
         last = (torch.tensor([0]), torch.tensor([len(ids) - 1]))
+        cache.begin(torch.ones(1, len(ids), dtype=torch.bool))
         network(torch.tensor([ids]), positions_T.expand(3, 1, -1), seen_TT[None, None], last, None, cache)
-        cache.advance(torch.ones(1, len(ids), dtype=torch.bool))
+        cache.advance()
         found.append(CachedPrefix(tuple(ids), cache.row(0, is_last=True)))
     return found
 
@@ -53,8 +54,9 @@ def test_a_step_at_fixed_places_gives_the_logits_of_a_forward_also_where_its_col
         if not step.fits(cache, 2):
             step = DecodeStep(network, cache, 2, CPU)
             num_steps += 1
+        cache.begin(torch.ones(2, 1, dtype=torch.bool))
         logits_BV = step.next_logits(ids_B, positions_B)
-        cache.advance(torch.ones(2, 1, dtype=torch.bool))
+        cache.advance()
         positions_B = positions_B + 1
         for row in range(2):
             torch.testing.assert_close(logits_BV[row], expected_logits(network, row, count), rtol=0, atol=1e-4)
@@ -66,8 +68,9 @@ def test_what_lies_in_columns_that_are_not_written_yet_reaches_no_logits(checkpo
     network = PolicyModel.load(checkpoint, torch.float64)
     cache = BatchCache(prefixes(network), len(NEXT), CPU)
     for layer in cache.layers:
-        layer[:, :, :, cache.length :] = float("nan")
+        layer.store[:, :, :, cache.length :] = float("nan")
     step = DecodeStep(network, cache, 2, CPU)
+    cache.begin(torch.ones(2, 1, dtype=torch.bool))
     assert step.next_logits(NEXT[0], torch.tensor([len(ids) for ids in PROMPTS])).isfinite().all()
 
 

@@ -482,10 +482,10 @@ class Slowed(HFEngine):
         self.num_batches += 1
         update = cache.advance
 
-        def advance(real_BT: torch.Tensor) -> None:
+        def advance() -> None:
             self.num_forwards += 1
             time.sleep(0.001)
-            update(real_BT)
+            update()
 
         cache.advance = advance
         super()._decode(cache, logits_BV, positions_B, turns)
