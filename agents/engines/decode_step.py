@@ -124,6 +124,10 @@ class CacheWindow:
         """Columns, padding included."""
         return self.width
 
+    def has_previous_state(self, *_: object) -> bool:
+        """Keep Transformers 5.12 from making a mask for state layers: it would wait for the GPU, and none reads it."""
+        return True
+
 
 class GraphPool:
     """The memory that an engine's graphs share: one of them is in use at a time.

@@ -210,6 +210,10 @@ class BatchCache:
         """Columns so far, padding included."""
         return self.length
 
+    def has_previous_state(self, *_: object) -> bool:
+        """Keep Transformers 5.12 from making a mask for state layers: it would wait for the GPU, and none reads it."""
+        return True
+
     def advance(self) -> None:
         """Count the columns just written."""
         width = self.new.real_BT.shape[1]
