@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.planning.shape import decoder_weights, triangle, vision_flops
+from trainer.planning.memory import num_state_layers
+from trainer.planning.shape import decoder_weights, state_flops, triangle, vision_flops
 from trainer.types import TrainingSample
 
 #: A forward, and twice that for the gradients of inputs and of weights.
@@ -64,13 +65,14 @@ def forward_flops(config: Any, samples: Sequence[TrainingSample], shared: bool) 
             if not (shared and image.digest in digests):
                 grids.append(image.grid_thw)
             digests.add(image.digest)
+    attention_layers = text.num_hidden_layers - num_state_layers(text)
     chosen = sum(int(sample.mask_T.sum()) for sample in samples)
     vision, vision_attention = vision_flops(config.vision_config, grids)
     return Flops(
         tokens=tokens,
         images=len(grids),
-        body=2 * tokens * decoder_weights(text),
-        attention=4 * pairs * text.num_attention_heads * text.head_dim * text.num_hidden_layers,
+        body=tokens * (2 * decoder_weights(text) + state_flops(text)),
+        attention=4 * pairs * text.num_attention_heads * text.head_dim * attention_layers,
         head=2 * chosen * text.hidden_size * text.vocab_size,
         vision=vision,
         vision_attention=vision_attention,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, DynamicCache
+from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 from agents.engines.hf import HFEngine
 from agents.model.mrope import mrope_positions
@@ -113,9 +113,10 @@ def full_logprobs(
 def mixed_logprobs(old: Path, new: Path, ids: Sequence[int], num_old: int, params: SamplingParams) -> Tensor:
     """Return the (T - 1, V) log-probs of a text's next tokens if `old` weights read its first `num_old` ids.
 
-    By Transformers alone: the `new` weights go on from the keys and values of the old ones.
+    By Transformers alone: the `new` weights go on from what the old ones keep of the text.
     """
-    cache, ids_BT = DynamicCache(), torch.tensor([ids])
+    cache = DynamicCache(config=AutoConfig.from_pretrained(old))
+    ids_BT = torch.tensor([ids])
     parts = []
     for folder, part_BT in ((old, ids_BT[:, :num_old]), (new, ids_BT[:, num_old:-1])):
         network = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()

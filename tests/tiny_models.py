@@ -1,4 +1,4 @@
-"""Complete checkpoint folders of every architecture, with random weights and three layers: for benchmarks and tests.
+"""Complete checkpoint folders of every architecture, with random weights and few layers: for benchmarks and tests.
 
 In: a model type and the folder of a tokenizer. Out: a folder that `PolicyModel.load` and `Renderer.from_checkpoint`
 read as they read a real one.
@@ -18,8 +18,10 @@ MODEL_TYPES = tuple(ARCHITECTURES)
 # The decoder is one layer deeper than DeepStack enters: what is added behind its last layer reaches no other token.
 HIDDEN, SOURCES, MLP, HEADS, KV_HEADS, HEAD_DIM = 64, 3, 96, 4, 2, 16
 VISION_HIDDEN, VISION_LAYERS, VISION_HEADS = 32, 3, 2
+#: Larger weights of a state layer's gates would close them, and what is left is as small as the rounding.
+SATURATING = ("conv1d.weight", "in_proj_a.weight", "in_proj_b.weight")
 #: Those whose small real checkpoints share the embedding with the output layer.
-TIED = ("qwen3_vl", "qwen3", "qwen2")
+TIED = ("qwen3_vl", "qwen3_5", "qwen3", "qwen2")
 
 
 def write_tiny_model(
@@ -50,8 +52,12 @@ def write_tiny_model(
     torch.manual_seed(0)
     network: Any = architecture.build(config)
     with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in network.named_parameters():
+            if name.endswith("A_log"):  # states that last for tens of tokens: a leak must show
+                parameter.sub_(3)
+            elif name.endswith(SATURATING):
+                continue
+            elif parameter.dim() > 1:
                 parameter.mul_(weight_scale)
             elif parameter.std() == 0:  # norms of ones, biases of zeros: a mistake with them must show
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -81,8 +87,10 @@ def tiny_config(model_type: str, tokenizer: Any, tied: bool) -> Any:
     }
     if model_type not in ("qwen2", "qwen2_5_vl"):
         text["head_dim"] = HEAD_DIM
-    if model_type == "qwen3_vl_moe":
+    if model_type in ("qwen3_vl_moe", "qwen3_5_moe"):
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": MLP // 2}
+    if ARCHITECTURES[model_type].states:
+        text |= _states(model_type)
     if not ARCHITECTURES[model_type].vision:
         return AutoConfig.for_model(model_type, **text)
     vision: dict[str, Any] = {
@@ -93,7 +101,9 @@ def tiny_config(model_type: str, tokenizer: Any, tied: bool) -> Any:
         "out_hidden_size": HIDDEN,
     }
     if ARCHITECTURES[model_type].deepstack:
-        vision |= {"num_position_embeddings": 256, "deepstack_visual_indexes": [0, 1]}
+        vision |= {"deepstack_visual_indexes": [0, 1]}
+    if model_type != "qwen2_5_vl":
+        vision |= {"num_position_embeddings": 256}
     if ARCHITECTURES[model_type].windows:
         vision |= {"fullatt_block_indexes": [1]}
     return AutoConfig.for_model(
@@ -108,11 +118,30 @@ def tiny_config(model_type: str, tokenizer: Any, tied: bool) -> Any:
     )
 
 
+def _states(model_type: str) -> dict[str, Any]:
+    """Return the sizes of a decoder of which only the fourth layer has attention, which turns a part of each head."""
+    sizes = {
+        "num_hidden_layers": 4,
+        "head_dim": 2 * HEAD_DIM,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+    }
+    if model_type == "qwen3_5_moe":
+        sizes["shared_expert_intermediate_size"] = MLP // 2
+    return sizes
+
+
 def _rope(model_type: str) -> dict[str, Any]:
     pairs = HEAD_DIM // 2
+    if ARCHITECTURES[model_type].states:
+        pairs = 4
     sections: dict[str, Any] = {"mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
-    if model_type in ("qwen3_vl", "qwen3_vl_moe"):
+    if model_type.startswith("qwen3"):
         sections["mrope_interleaved"] = True
+    if ARCHITECTURES[model_type].states:
+        sections["partial_rotary_factor"] = 0.25
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
     if ARCHITECTURES[model_type].vision:
         return rope | sections

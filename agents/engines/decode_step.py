@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agents.engines.hf_batch import BatchCache
+from agents.engines.hf_batch import BatchCache, KeysAndValues, NewTokens
 from agents.model.policy import PolicyModel
 
 logger = logging.getLogger(__name__)
@@ -51,13 +51,13 @@ class DecodeStep:
     def capture(self, pool: GraphPool) -> bool:
         """Capture the step as a graph; return whether that worked. Some networks wait for the GPU, and cannot.
 
-        What the step writes now is written again by the next call.
+        It comes before the first call. What the step writes here is written again by that call, and states stay as they
+        are, because no row is alive yet.
         """
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(pool.device)
         stream.wait_stream(torch.cuda.current_stream(pool.device))
         with torch.cuda.stream(stream):
-            self._window.move(self._cache.length)
             self._run()  # loads kernels and makes workspaces, which a capture does not allow
             stream.synchronize()
             try:
@@ -74,7 +74,7 @@ class DecodeStep:
         """Append one token a row to the cache; return the logits after it, (B, V), valid until the next call."""
         self._ids_B.copy_(ids_B)
         self._positions_B.copy_(positions_B)
-        self._window.move(self._cache.length)
+        self._window.follow()
         if self._graph is None:
             return self._run()
         self._graph.replay()
@@ -85,19 +85,25 @@ class DecodeStep:
 
 
 class CacheWindow:
-    """The first columns of a batch's cache, as Transformers sees them; a step appends to one that a tensor names."""
+    """The first columns of a batch's cache, as a network sees them.
+
+    Tensors name the column that a step appends to, and the rows that are alive: none before `follow`.
+    """
 
     def __init__(self, cache: BatchCache, width: int, device: torch.device) -> None:
         self.width = width
         self._cache = cache
-        self._column_1 = torch.zeros(1, dtype=torch.long, device=device)
+        self._column_1 = torch.full((1,), cache.length, device=device)
+        self._new = NewTokens(torch.zeros(len(cache.columns_BC), 1, dtype=torch.bool, device=device))
         # A hidden column has the weight 0, but 0 times what happens to lie in fresh memory may be NaN.
         for layer in cache.layers:
-            layer[:, :, :, cache.length : width].zero_()
+            if isinstance(layer, KeysAndValues):
+                layer.store[:, :, :, cache.length : width].zero_()
 
-    def move(self, column: int) -> None:
-        """Append to this column from now on."""
-        self._column_1.fill_(column)
+    def follow(self) -> None:
+        """Take from the cache where it stands, and which rows have a new token."""
+        self._column_1.fill_(self._cache.length)
+        self._new.real_BT.copy_(self._cache.new.real_BT)
 
     def seen_BW(self) -> Tensor:
         """Which columns a row sees: those that hold its tokens, and the new one."""
@@ -105,7 +111,7 @@ class CacheWindow:
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write (B, heads, 1, head_dim) keys and values of one layer; return all columns of the window."""
-        keys_BKWD, values_BKWD = self._cache.layers[layer][:, :, :, : self.width]
+        keys_BKWD, values_BKWD = self._cache.layers[layer].store[:, :, :, : self.width]
         keys_BKWD.index_copy_(2, self._column_1, keys)
         values_BKWD.index_copy_(2, self._column_1, values)
         return keys_BKWD, values_BKWD
@@ -114,9 +120,17 @@ class CacheWindow:
         """Write the routes of one new token a row."""
         self._cache.routes_like(routes_BLK).index_copy_(1, self._column_1, routes_BLK[:, None])
 
+    def state_forward(self, module: Any, hidden_B1H: Tensor) -> Tensor:
+        """Return the output of a state layer; the states of rows that are alive go on by one token."""
+        return self._cache.layers[module.layer_idx].forward(module, hidden_B1H, self._new)
+
     def get_seq_length(self, *_: object) -> int:
         """Columns, padding included."""
         return self.width
+
+    def has_previous_state(self, *_: object) -> bool:
+        """Keep Transformers 5.12 from making a mask for state layers: it would wait for the GPU, and none reads it."""
+        return True
 
 
 class GraphPool:

@@ -284,12 +284,13 @@ class HFEngine:
     def _next(self, cache: BatchCache, ids_B: Tensor, positions_B: Tensor, real: Sequence[bool]) -> Tensor:
         """Read one more token a row; return the logits after it, (B, V)."""
         real_B1 = torch.tensor(real, device=self.device)[:, None]
+        cache.begin(real_B1)
         if self.device.type == "cuda":
             logits_BV = self._step_of(cache, len(real)).next_logits(ids_B, positions_B)
         else:
             seen_BC = torch.cat([cache.seen_BC, torch.ones_like(real_B1)], dim=-1)
             logits_BV = self.model.next_logits(ids_B, positions_B, seen_BC, cache)
-        cache.advance(real_B1)
+        cache.advance()
         return logits_BV
 
     def _step_of(self, cache: BatchCache, num_rows: int) -> DecodeStep:
@@ -330,8 +331,9 @@ class HFEngine:
         vision = VisionBatch.build(images, self.device)
         last_BT = torch.zeros_like(real_BT)
         last_BT[:, -1] = True
+        cache.begin(real_BT)
         logits_BV = self.model(ids_BT, positions_3BT, mask_BTC[:, None], last_BT, vision, cache)
-        cache.advance(real_BT)
+        cache.advance()
         return logits_BV
 
     def _decode(self, cache: BatchCache, logits_BV: Tensor, positions_B: Tensor, turns: Sequence[BatchTurn]) -> None:

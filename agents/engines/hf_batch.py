@@ -1,14 +1,16 @@
 """The parts of a batch of the embedded engine: cached prefixes, turns while they are written, and sampling.
 
-Legend: B rows of a batch, T new tokens, K ids that one is drawn from, C cached columns, V vocabulary; in routes, L
-layers and K experts of a token.
+Legend: B rows of a batch, T new tokens, K ids that one is drawn from, C cached columns, V vocabulary, H hidden size; in
+routes, L layers and K experts of a token.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,20 +18,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.engines.pending_turn import PendingTurn
+from agents.model.attention import Span
+from agents.model.delta_net import States, delta_net_forward, delta_net_step
 from agents.model.mrope import num_images_within
+from agents.model.state_plan import StatePlan
 from agents.model.stream_logprobs import kept_ids, sampling_logprobs
 from agents.types import Completion, ProcessedImage, RouteShape, SamplingParams
 
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """The part of a stream that was read: its ids and, per layer, keys and values of shape (2, heads, C, head_dim).
+    """The part of a stream that was read: its ids and what each layer keeps of them.
 
-    A mixture also has the experts that each of its tokens took (`agents.model.routing`).
+    An attention layer keeps keys and values, (2, heads, C, head_dim), a state layer its states after the last id. A
+    mixture also has the experts that each of its tokens took (`agents.model.routing`).
     """
 
     ids: tuple[int, ...] = ()
-    layers: tuple[Tensor, ...] = ()
+    layers: tuple[Tensor | States, ...] = ()
     routes_CLK: Tensor | None = None
 
 
@@ -68,29 +74,129 @@ class BatchTurn(PendingTurn):
         self.routes.append(routes_CLK[self.num_routed :].cpu().numpy().astype(shape.dtype))
 
 
-class BatchCache:
-    """Keys and values, and routes, of one batch: right-aligned columns that all rows append to at once.
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """The tokens of one forward pass: `real_BT` is False at padding, and in rows that have ended."""
 
-    Transformers calls `update` once per layer. `layers` are of shape (2, B, heads, columns, head_dim); they have room
-    for `capacity` columns after those of the prefixes.
+    real_BT: Tensor
+
+    @functools.cached_property
+    def places_N(self) -> Tensor:
+        """The places of the tokens in all rows, one row behind the other."""
+        return self.real_BT.flatten().nonzero()[:, 0]
+
+    @functools.cached_property
+    def plan(self) -> StatePlan:
+        """The tokens packed without padding: each row of the batch is a sequence."""
+        spans: list[Span] = []
+        start = 0
+        for length in self.real_BT.sum(-1).tolist():
+            spans.append(Span(start, length))
+            start += length
+        return StatePlan.build(spans, self.real_BT.device)
+
+
+class KeysAndValues:
+    """What an attention layer keeps of a batch: `store` of shape (2, B, heads, columns, head_dim)."""
+
+    def __init__(self, like: Tensor, num_rows: int, num_columns: int) -> None:
+        """Make room; heads and head_dim are those of `like`, (..., heads, C, head_dim)."""
+        *_, heads, _, dim = like.shape
+        self.store = like.new_zeros(2, num_rows, heads, num_columns, dim)
+
+    def put(self, row: int, kept: Tensor, columns: slice) -> None:
+        """Fill columns of one row."""
+        self.store[:, row, :, columns] = kept
+
+    def append(self, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Write (B, heads, T, head_dim) keys and values from a column on; return all columns up to their end."""
+        end = start + keys.shape[2]
+        self.store[0, :, :, start:end] = keys
+        self.store[1, :, :, start:end] = values
+        return self.store[0, :, :, :end], self.store[1, :, :, :end]
+
+    def select(self, rows: Tensor, length: int) -> None:
+        """Keep only these rows, and the columns written so far."""
+        before = self.store
+        _, _, heads, columns, dim = before.shape
+        self.store = before.new_empty(2, len(rows), heads, columns, dim)
+        self.store[:, :, :, :length] = before[:, :, :, :length].index_select(1, rows)
+
+    def row(self, row: int, columns: Tensor | slice, is_last: bool) -> Tensor:
+        """Return columns of one row, (2, heads, C, head_dim): a view of a slice, a copy of others."""
+        return self.store[:, row][:, :, columns]
+
+
+class LayerStates:
+    """What a state layer keeps of a batch: `states`, one row for each row of the batch."""
+
+    def __init__(self, like: States, num_rows: int, num_columns: int) -> None:
+        """Begin with zeros: every row is before its first token. States need no columns."""
+        conv_SCW, recurrent_SHKV = like.conv_SCW, like.recurrent_SHKV
+        self.states = States(
+            conv_SCW.new_zeros(num_rows, *conv_SCW.shape[1:]),
+            recurrent_SHKV.new_zeros(num_rows, *recurrent_SHKV.shape[1:]),
+        )
+
+    def put(self, row: int, kept: States, columns: slice) -> None:
+        """Set the states of one row."""
+        self.states.conv_SCW[row] = kept.conv_SCW[0]
+        self.states.recurrent_SHKV[row] = kept.recurrent_SHKV[0]
+
+    def forward(self, module: Any, hidden_BTH: Tensor, new: NewTokens) -> Tensor:
+        """Return the layer's output, 0 at padding, and take the states of each row through its new tokens."""
+        if hidden_BTH.shape[1] == 1:
+            out_BTH, after = delta_net_step(module, hidden_BTH, self.states, new.real_BT[:, 0])
+        else:
+            rows_XH = hidden_BTH.flatten(0, 1)
+            out_1NH, after = delta_net_forward(module, rows_XH[None, new.places_N], new.plan, self.states)
+            out_BTH = torch.zeros_like(rows_XH).index_copy(0, new.places_N, out_1NH[0]).view_as(hidden_BTH)
+        # In place: each replay of a CUDA graph reads and writes the same memory.
+        self.states.conv_SCW.copy_(after.conv_SCW)
+        self.states.recurrent_SHKV.copy_(after.recurrent_SHKV)
+        return out_BTH
+
+    def select(self, rows: Tensor, length: int) -> None:
+        """Keep only these rows."""
+        self.states = States(self.states.conv_SCW[rows], self.states.recurrent_SHKV[rows])
+
+    def row(self, row: int, columns: Tensor | slice, is_last: bool) -> States:
+        """Return the states of one row, of one sequence: a view if they are written no more."""
+        one = States(self.states.conv_SCW[row, None], self.states.recurrent_SHKV[row, None])
+        if is_last:
+            return one
+        return States(one.conv_SCW.clone(), one.recurrent_SHKV.clone())
+
+
+class BatchCache:
+    """What the layers keep of one batch: right-aligned columns that all rows append to, states, and routes.
+
+    `begin` comes before each forward pass and `advance` after it. In between, Transformers calls `update` once per
+    attention layer, and state layers call `state_forward`. There is room for `capacity` columns after those of the
+    prefixes.
     """
 
     def __init__(self, prefixes: Sequence[CachedPrefix], capacity: int, device: torch.device) -> None:
         self.length = max(len(prefix.ids) for prefix in prefixes)
         self.columns_BC = torch.zeros(len(prefixes), self.length + capacity, dtype=torch.bool, device=device)
-        self.layers: list[Tensor] = []
+        self.new = NewTokens(self.columns_BC[:, :0])
+        self.layers: list[Any] = []
         self._routes_BCLK: Tensor | None = None
         for row, prefix in enumerate(prefixes):
             # Prefixes end at the same column, so that new tokens of all rows go to the same one.
-            first = self.length - len(prefix.ids)
-            self.columns_BC[row, first : self.length] = True
+            columns = slice(self.length - len(prefix.ids), self.length)
+            self.columns_BC[row, columns] = True
             if prefix.routes_CLK is not None:
-                self.routes_like(prefix.routes_CLK)[row, first : self.length] = prefix.routes_CLK
-            for layer, stored in enumerate(prefix.layers):
-                _, heads, _, dim = stored.shape
-                if layer == len(self.layers):
-                    self.layers.append(stored.new_zeros(2, len(prefixes), heads, self.num_columns, dim))
-                self.layers[layer][:, row, :, first : self.length] = stored
+                self.routes_like(prefix.routes_CLK)[row, columns] = prefix.routes_CLK
+            for layer, kept in enumerate(prefix.layers):
+                self._layer(layer, kept).put(row, kept, columns)
+
+    def _layer(self, layer: int, like: Tensor | States) -> Any:
+        """Return what a layer keeps; room for it is made when it is asked for first."""
+        if layer == len(self.layers):
+            kind = KeysAndValues if isinstance(like, Tensor) else LayerStates
+            self.layers.append(kind(like, *self.columns_BC.shape))  # type: ignore[arg-type]
+        return self.layers[layer]
 
     @property
     def num_columns(self) -> int:
@@ -102,16 +208,19 @@ class BatchCache:
         """Which columns of a row hold tokens."""
         return self.columns_BC[:, : self.length]
 
+    def begin(self, real_BT: Tensor) -> None:
+        """Say where the next forward pass has tokens to read: `real_BT` is True there."""
+        self.new = NewTokens(real_BT)
+
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append (B, heads, T, head_dim) keys and values of one layer; return all columns of that layer."""
-        rows, heads, new, dim = keys.shape
-        if layer == len(self.layers):
-            self.layers.append(keys.new_zeros(2, rows, heads, self.num_columns, dim))
-        store = self.layers[layer]
-        end = self.length + new
-        store[0, :, :, self.length : end] = keys
-        store[1, :, :, self.length : end] = values
-        return store[0, :, :, :end], store[1, :, :, :end]
+        return self._layer(layer, keys).append(keys, values, self.length)
+
+    def state_forward(self, module: Any, hidden_BTH: Tensor) -> Tensor:
+        """Return the output of a state layer for the new tokens, and keep its states after them."""
+        if module.layer_idx == len(self.layers):
+            self._layer(module.layer_idx, States.zeros(module, 1, hidden_BTH))
+        return self.layers[module.layer_idx].forward(module, hidden_BTH, self.new)
 
     def routes_like(self, routes_TLK: Tensor) -> Tensor:
         """Return the routes of all columns, made at the first call for routes of the same layers and experts."""
@@ -129,32 +238,35 @@ class BatchCache:
         """Columns so far, padding included."""
         return self.length
 
-    def advance(self, real_BT: Tensor) -> None:
-        """Count the columns just written; `real_BT` is True where they hold tokens."""
-        self.columns_BC[:, self.length : self.length + real_BT.shape[1]] = real_BT
-        self.length += real_BT.shape[1]
+    def has_previous_state(self, *_: object) -> bool:
+        """Keep Transformers 5.12 from making a mask for state layers: it would wait for the GPU, and none reads it."""
+        return True
+
+    def advance(self) -> None:
+        """Count the columns just written."""
+        width = self.new.real_BT.shape[1]
+        self.columns_BC[:, self.length : self.length + width] = self.new.real_BT
+        self.length += width
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows."""
         self.columns_BC = self.columns_BC[rows]
         if self._routes_BCLK is not None:
             self._routes_BCLK = self._routes_BCLK[rows]
-        for layer, store in enumerate(self.layers):
-            _, _, heads, columns, dim = store.shape
-            self.layers[layer] = store.new_empty(2, len(rows), heads, columns, dim)
-            self.layers[layer][:, :, :, : self.length] = store[:, :, :, : self.length].index_select(1, rows)
+        for layer in self.layers:
+            layer.select(rows, self.length)
 
-    def row(self, row: int, is_last: bool) -> tuple[Tensor, ...]:
-        """Return one row's keys and values without padding, (2, heads, C, head_dim) per layer.
+    def row(self, row: int, is_last: bool) -> tuple[Tensor | States, ...]:
+        """Return what the layers keep of one row, without padding.
 
         With `is_last` nothing is written after, so they may be views: a session that ends needs no copy.
         """
-        columns = self.seen_BC[row].nonzero()[:, 0]
+        columns: Tensor | slice = self.seen_BC[row].nonzero()[:, 0]
         first = int(columns[0])
         end = int(columns[-1]) + 1
         if is_last and end - first == len(columns):
-            return tuple(store[:, row, :, first:end] for store in self.layers)
-        return tuple(store[:, row].index_select(2, columns) for store in self.layers)
+            columns = slice(first, end)
+        return tuple(layer.row(row, columns, is_last) for layer in self.layers)
 
     def routes_of(self, row: int) -> Tensor | None:
         """Return the routes (C, L, K) of one row's tokens; None in a dense network."""

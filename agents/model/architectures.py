@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from agents.model.state_plan import WIDTH
 from agents.types import RouteShape
 from envs.datasets.hub import check_is_there
 from envs.errors import UserError, first_line
@@ -26,10 +27,11 @@ class Architecture:
     A network with `vision` has a decoder and a vision tower and takes positions on three axes; one without is only a
     decoder and takes one position. `deepstack`: features of several layers of the tower enter the decoder (arXiv
     2406.04334). `windows`: most layers of the tower attend only within windows of `window_size` pixels (Qwen2.5-VL,
-    arXiv 2502.13923, section 2.1.1). `names_are_saved`: a checkpoint holds the weights with the same names and shapes
-    as the network in memory; but with `transposes_experts` it holds the matrices of a mixture's experts as (experts,
-    inputs, outputs), where the network has (experts, outputs, inputs). So they lie on the hub, and servers read nothing
-    else; Transformers reads both and writes its own.
+    arXiv 2502.13923, section 2.1.1). `states`: most layers of the decoder carry a state from token to token in place of
+    attention (`agents.model.delta_net`). `names_are_saved`: a checkpoint holds the weights with the same names and
+    shapes as the network in memory; but with `transposes_experts` it holds the matrices of a mixture's experts as
+    (experts, inputs, outputs), where the network has (experts, outputs, inputs). So they lie on the hub, and servers
+    read nothing else; Transformers reads both and writes its own.
 
     Example::
 
@@ -43,6 +45,7 @@ class Architecture:
     vision: bool = False
     deepstack: bool = False
     windows: bool = False
+    states: bool = False
     transposes_experts: bool = False
 
     def decoder(self, network: nn.Module) -> Any:
@@ -120,6 +123,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2_5_vl": Architecture(
         "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor", names_are_saved=False, vision=True, windows=True
     ),
+    "qwen3_5": Architecture("Qwen3_5ForConditionalGeneration", "Qwen3VLProcessor", vision=True, states=True),
+    "qwen3_5_moe": Architecture(
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3VLProcessor",
+        names_are_saved=False,
+        vision=True,
+        states=True,
+    ),
+    "glm4v": Architecture("Glm4vForConditionalGeneration", "Glm4vProcessor", vision=True),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "llama": Architecture("LlamaForCausalLM"),
@@ -151,12 +163,41 @@ def architecture_of(config: Any) -> Architecture:
     if blocks > MAX_BLOCKS:  # they are made one after the other, long before the weights are looked at
         rule, fix = f"must have at most {MAX_BLOCKS} layers", "take the config.json of the model's repository"
         raise UserError("--model", rule, blocks, fix)
+    known = {"full_attention"}
+    if architecture.states:
+        known.add("linear_attention")
+        _check_states(text)
     # Absent where every layer attends to all tokens.
-    kinds = set(text.to_dict().get("layer_types") or ()) - {"full_attention"}
+    kinds = set(text.to_dict().get("layer_types") or ()) - known
     if kinds:
         fix = "give a model whose config.json has use_sliding_window false"
         raise UserError("--model", "must attend to all earlier tokens in every layer", ", ".join(sorted(kinds)), fix)
     return architecture
+
+
+def attention_interval(text: Any) -> int:
+    """Return n where every n-th layer of a text configuration has attention and the others carry states; else 0."""
+    kinds = list(text.layer_types)
+    for interval in range(1, len(kinds) + 1):
+        if all((kind == "full_attention") == (number % interval == 0) for number, kind in enumerate(kinds, 1)):
+            return interval
+    return 0
+
+
+def _check_states(text: Any) -> None:
+    """Raise `UserError` if layers with states are not as in the family's checkpoints."""
+    width = text.linear_conv_kernel_dim
+    heads = (text.linear_num_value_heads, text.linear_num_key_heads)
+    fix = "take the config.json of the model's repository"
+    if width != WIDTH + 1:
+        raise UserError("--model", f"must have linear_conv_kernel_dim {WIDTH + 1}", width, fix)
+    if min(heads) < 1 or heads[0] % heads[1]:
+        rule = "must have linear_num_value_heads that are a multiple of linear_num_key_heads"
+        raise UserError("--model", rule, f"{heads[0]} and {heads[1]}", fix)
+    # Servers know the layers by this interval alone.
+    if not attention_interval(text):
+        found = ", ".join(text.layer_types[:8])
+        raise UserError("--model", "must have full_attention in every n-th layer_types", found, fix)
 
 
 #: The image token id of a network without vision; no token has it.

@@ -6,6 +6,7 @@ image placeholders.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.model.attention import Segments, Span
+from agents.model.state_plan import StatePlan
 from agents.types import ProcessedImage
 
 
@@ -69,8 +71,8 @@ class PackedStreams:
     """Sequences concatenated in one row, and the tokens to score.
 
     The logits at the places `before_N` predict the tokens `targets_N`, which were drawn from the ids `kept_NK`, or from
-    all without them. `placeholders_M` are the places of the image placeholders. `routes_TLK` are the experts that a
-    mixture's tokens take, -1 where a token chooses freely.
+    all without them. `placeholders_M` are the places of the image placeholders, and `spans` are the sequences.
+    `routes_TLK` are the experts that a mixture's tokens take, -1 where a token chooses freely.
     """
 
     ids_T: Tensor
@@ -80,8 +82,14 @@ class PackedStreams:
     placeholders_M: Tensor
     before_N: Tensor
     targets_N: Tensor
+    spans: tuple[Span, ...]
     kept_NK: Tensor | None = None
     routes_TLK: Tensor | None = None
+
+    @functools.cached_property
+    def state_plan(self) -> StatePlan:
+        """Where the sequences lie for layers with states; networks without never ask."""
+        return StatePlan.build(self.spans, self.ids_T.device)
 
     @classmethod
     def build(
@@ -111,6 +119,7 @@ class PackedStreams:
             placeholders_M=tensor(np.flatnonzero(ids_T == image_token_id)),
             before_N=tensor(before_N),
             targets_N=tensor(targets_N),
+            spans=tuple(spans),
             kept_NK=None if kept_NK is None else tensor(kept_NK),
             routes_TLK=None if routes_TLK is None else tensor(routes_TLK),
         )

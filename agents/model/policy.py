@@ -16,6 +16,7 @@ import functools
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agents.model.architectures import NO_IMAGE_TOKEN, architecture_of, read_config
-from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, needs_buckets, register_attention
+from agents.model.architectures import NO_IMAGE_TOKEN, architecture_of, attention_interval, read_config
+from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, Span, needs_buckets, register_attention
+from agents.model.delta_net import install
 from agents.model.linear_logprobs import float32_product, linear_scores
 from agents.model.mrope import mrope_positions
 from agents.model.packed import PackedStreams, VisionBatch
 from agents.model.routing import Routing
+from agents.model.state_plan import StatePlan
 from agents.model.vision import tower_inputs
 from agents.types import ProcessedImage, SamplingDistribution
 
@@ -47,7 +50,7 @@ class PolicyModel(nn.Module):
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
-        #: Whether `token_scores` compiles the operations after the output layer into fused kernels.
+        #: Whether `token_scores` compiles what is outside of blocks, or within chunks, into fused kernels.
         self.compiled_scores = False
         self.config: Any = backbone.config
         self.architecture = architecture_of(self.config)
@@ -61,6 +64,8 @@ class PolicyModel(nn.Module):
         if self.architecture.deepstack:
             self._decoder._deepstack_process = add_features
         self.routing = Routing(self._decoder)
+        if self.architecture.states:
+            install(self._decoder)
 
     @classmethod
     def load(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> PolicyModel:
@@ -100,6 +105,10 @@ class PolicyModel(nn.Module):
         config = copy.deepcopy(self.config)
         for part in (config, *(getattr(config, name) for name in config.sub_configs)):
             part.dtype = str(dtype).removeprefix("torch.")
+        if self.architecture.states:  # SGLang needs both, and Transformers leaves them out
+            text = config.get_text_config()
+            text.full_attention_interval = attention_interval(text)
+            config.vision_config.deepstack_visual_indexes = []
         config.save_pretrained(folder)
         if self.architecture.processor:  # for servers; TrueTurn does not read it
             text = json.dumps({"processor_class": self.architecture.processor}, indent=1) + "\n"
@@ -198,9 +207,13 @@ class PolicyModel(nn.Module):
             places = (ids_BT == self.image_token_id).nonzero(as_tuple=True)
         else:
             places = ()
-        cached = {_cache_name(type(self._decoder)): cache}
+        inputs: dict[str, Any] = {_cache_name(type(self._decoder)): cache, "attention_mask": attention_mask}
+        if self.architecture.states and cache is None:
+            rows, width = ids_BT.shape
+            spans = [Span(row * width, width) for row in range(rows)]
+            inputs["state_plan"] = StatePlan.build(spans, ids_BT.device)
         with self.routing.forward(None, keeps_chosen=cache is not None):
-            hidden_BTH = self._hidden(ids_BT, positions_3BT, vision, places, attention_mask=attention_mask, **cached)
+            hidden_BTH = self._hidden(ids_BT, positions_3BT, vision, places, **inputs)
             if cache is not None and self.routing.shape:
                 cache.add_routes(self.routing.chosen())
         return float32_logits(hidden_BTH[select], self.backbone.lm_head)
@@ -227,6 +240,9 @@ class PolicyModel(nn.Module):
         row = torch.zeros_like(packed.placeholders_M)
         # Transformers passes on a mask of four dimensions unchanged, so it makes none over the whole row.
         unused_1111 = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.device)
+        inputs: dict[str, Any] = {}
+        if self.architecture.states:
+            inputs["state_plan"] = replace(packed.state_plan, is_compiled=self.compiled_scores)
         with self.routing.forward(packed.routes_TLK, keeps_chosen):
             hidden_1TH = self._hidden(
                 packed.ids_T[None],
@@ -235,6 +251,7 @@ class PolicyModel(nn.Module):
                 (row, packed.placeholders_M),
                 attention_mask=unused_1111,
                 segments=packed.segments,
+                **inputs,
             )
         hidden_NH = hidden_1TH[0].index_select(0, packed.before_N)
         lm_head: Any = self.backbone.lm_head

@@ -98,7 +98,8 @@ class TurnWriter:
             raise UserError(where, rule, first_line(error), "fix the message") from error
         if not (whole.startswith(self._header) and whole.endswith(self._ending)):
             rule = "must be a message that the model's chat template opens and closes as any other of the assistant"
-            raise UserError(where, rule, whole[-80:], "fix the message")
+            fix = "fix the message, or let the template open thoughts with --template-options"
+            raise UserError(where, rule, whole[-80:], fix)
         # The model continues what the template begins, such as an empty thought.
         start = len(self._opening if whole.startswith(self._opening) else self._header)
         text = whole[start : len(whole) - len(self._ending)]

@@ -17,6 +17,7 @@ from trainer.learner.layout import Layout
 
 #: By `model_type`: the networks whose packed streams, and positions that we compute, the bridge takes. It also knows
 #: Qwen2.5-VL, but computes positions of its own there and keeps the whole tower and the whole stream on every rank.
+#: Whether its state layers (Qwen3.5) keep packed streams apart is untried.
 MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3", "qwen2", "llama")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from agents.model.delta_net import CHUNK
 from agents.model.linear_logprobs import CHUNK_VALUES
 from agents.model.policy import PolicyModel
 from trainer.config.learner import LearnerConfig, Offload, Reshard
@@ -209,7 +210,10 @@ def _activations(model: PolicyModel, plan: Plan) -> int:
     A block that is recomputed keeps its input alone.
     """
     text = model.config.get_text_config()
-    parts = [(decoder_block(text), text.hidden_size, plan.tokens, text.num_hidden_layers)]
+    states = num_state_layers(text)
+    parts = [(decoder_block(text), text.hidden_size, plan.tokens, text.num_hidden_layers - states)]
+    if states:
+        parts.append((state_block(text), text.hidden_size, plan.tokens, states))
     tower = model.architecture.vision_tower(model.backbone)
     if tower is not None and any(parameter.requires_grad for parameter in tower.parameters()):
         parts.append((vision_block(tower.config), tower.config.hidden_size, plan.patches, len(tower.blocks)))
@@ -221,6 +225,8 @@ def _activations(model: PolicyModel, plan: Plan) -> int:
         recomputed = int(plan.recompute * num_blocks)
         kept += (num_blocks - recomputed) * int(share * block * rows) + recomputed * 2 * hidden * rows
         largest = max(largest, int(share * block * rows))
+    if states:  # in float32 whatever the network computes in, and always recomputed
+        largest += 2 * state_rule(text) * plan.tokens // plan.compute_bytes
     return (kept + largest) * plan.compute_bytes // 2
 
 
@@ -230,14 +236,64 @@ def decoder_block(config: Any) -> int:
     A norm keeps its input in float32, the factor of its weight, and its output, which the linear layers keep: 8 H bytes
     for hidden size H. Attention keeps queries, keys, values and its output. A gated MLP of size M keeps the outputs of
     both input layers, the activation and the product: 8 M bytes. Qwen3 norms queries and keys and does not keep their
-    output. A token that k experts see is copied for each of them: input and output, 4 H bytes.
+    output. A token that k experts see is copied for each of them: input and output, 4 H bytes. Qwen3.5's norms keep
+    input and output in float32, and its attention the gate and what it lets through.
     """
+    queries = config.num_attention_heads * head_size(config)
+    queries_and_keys = queries + config.num_key_value_heads * head_size(config)
+    if num_state_layers(config):
+        attention = 12 * queries_and_keys + 4 * queries
+    elif config.model_type.startswith("qwen3"):
+        attention = 10 * queries_and_keys
+    else:
+        attention = 4 * queries_and_keys
+    return attention + _norms_and_mlp(config)
+
+
+def state_block(config: Any) -> int:
+    """Return the bytes that a block with a state layer keeps per token: the inputs of the convolution, the gated norm.
+
+    What lies between them is computed again in the backward pass, one layer after the other: `state_rule`.
+    """
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return 2 * _state_channels(config) + 18 * values + _norms_and_mlp(config)
+
+
+def state_rule(config: Any) -> int:
+    """Return the bytes per token that one state layer takes while its gradient is computed, in float32.
+
+    For each head: nine times its keys and five times its values, five products of a token with its chunk of 64, and
+    three times the state of each chunk.
+    """
+    key = config.linear_key_head_dim
+    value = config.linear_value_head_dim
+    head = 36 * key + 20 * value + 20 * CHUNK + 12 * key * value // CHUNK
+    return config.linear_num_value_heads * head + 4 * _state_channels(config)
+
+
+def num_state_layers(config: Any) -> int:
+    """Return how many layers of a text configuration carry states in place of attention."""
+    return (getattr(config, "layer_types", None) or []).count("linear_attention")
+
+
+def _state_channels(config: Any) -> int:
+    keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    return keys + config.linear_num_value_heads * config.linear_value_head_dim
+
+
+def _norms_and_mlp(config: Any) -> int:
     hidden = config.hidden_size
-    queries_and_keys = (config.num_attention_heads + config.num_key_value_heads) * head_size(config)
-    attention = (10 if config.model_type.startswith("qwen3") else 4) * queries_and_keys
+    if num_state_layers(config):
+        norms = 20 * hidden
+    else:
+        norms = 16 * hidden
     if experts := getattr(config, "num_experts_per_tok", 0):
-        return 16 * hidden + attention + experts * (4 * hidden + 8 * config.moe_intermediate_size)
-    return 16 * hidden + attention + 8 * config.intermediate_size
+        mlp = experts * (4 * hidden + 8 * config.moe_intermediate_size)
+    else:
+        mlp = 8 * config.intermediate_size
+    if shared := getattr(config, "shared_expert_intermediate_size", 0):
+        mlp += 8 * shared + 2 * hidden
+    return norms + mlp
 
 
 def head_size(config: Any) -> int:

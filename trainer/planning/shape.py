@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agents.model.delta_net import CHUNK
 from agents.model.policy import PolicyModel
-from trainer.planning.memory import count_values, head_size
+from trainer.planning.memory import count_values, head_size, num_state_layers
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class ModelShape:
     `experts` those of all experts, of which a token uses `expert_share`; `head` those of the output layer.
 
     Example, Qwen3-VL-2B: 2,127,532,032 parameters, 1,409,286,144 dense, no experts, a head of 311,164,928; its cache
-    holds 57,344 values a token.
+    holds 57,344 values a token. `state_flops` are the operations that a token's states cost, all layers together; what
+    a server keeps them in is not counted.
     """
 
     parameters: int
@@ -31,18 +33,21 @@ class ModelShape:
     cache_values: int
     kv_heads: int
     image_token_flops: float
+    state_flops: int = 0
 
     @classmethod
     def of(cls, network: PolicyModel) -> ModelShape:
         """Count a network, which may be on the meta device."""
         text = network.config.get_text_config()
         layers = text.num_hidden_layers
+        attention_layers = layers - num_state_layers(text)
         size = head_size(text)
         dense = decoder_weights(text)
         experts = 0
         expert_share = 0.0
         if num_experts := getattr(text, "num_experts", 0):
             dense += layers * text.hidden_size * num_experts  # the router
+            dense += layers * 3 * text.hidden_size * getattr(text, "shared_expert_intermediate_size", 0)
             experts = layers * num_experts * 3 * text.hidden_size * text.moe_intermediate_size
             expert_share = text.num_experts_per_tok / num_experts
         # Towers of other families have no `depth`; their images are not counted.
@@ -58,17 +63,19 @@ class ModelShape:
             experts=experts,
             expert_share=expert_share,
             head=text.hidden_size * text.vocab_size,
-            attention_values=layers * text.num_attention_heads * size,
-            cache_values=2 * layers * text.num_key_value_heads * size,
+            attention_values=attention_layers * text.num_attention_heads * size,
+            cache_values=2 * attention_layers * text.num_key_value_heads * size,
             kv_heads=text.num_key_value_heads,
             image_token_flops=image_token_flops,
+            state_flops=state_flops(text),
         )
 
     def read_flops(self, tokens: float, pairs: float, images: float) -> float:
         """Return the operations to read tokens, of which `pairs` see each other and `images` are of images."""
         # Of the experts a token uses a share; their weights are all in memory.
         active = self.dense + self.experts * self.expert_share
-        return 2 * tokens * active + 4 * pairs * self.attention_values + images * self.image_token_flops
+        own = 2 * active + self.state_flops
+        return tokens * own + 4 * pairs * self.attention_values + images * self.image_token_flops
 
     def decode_values(self, rows: float) -> float:
         """Return the weights that a decode step of so many rows reads: of the experts those that any row uses.
@@ -92,7 +99,31 @@ def decoder_weights(text: Any) -> int:
         mlp = 0
     else:
         mlp = 3 * text.hidden_size * text.intermediate_size
-    return text.num_hidden_layers * (text.hidden_size * (2 * queries + 2 * keys) + mlp)
+    attention = 2 * queries + 2 * keys
+    states = num_state_layers(text)
+    total = text.num_hidden_layers * mlp
+    if states:
+        attention += queries  # a gate for each value
+        values = text.linear_num_value_heads * text.linear_value_head_dim
+        state_keys = text.linear_num_key_heads * text.linear_key_head_dim
+        # Queries, keys, values, their gate, the output; and two numbers for each head.
+        total += states * text.hidden_size * (2 * state_keys + 3 * values + 2 * text.linear_num_value_heads)
+    return total + (text.num_hidden_layers - states) * text.hidden_size * attention
+
+
+def state_flops(text: Any) -> int:
+    """Return the operations of all state layers for a token: products within its chunk of 64, and with the states.
+
+    Keys with keys and queries, the triangular system, what is read of the chunk; for the state it is read twice and
+    written once.
+    """
+    states = num_state_layers(text)
+    if not states:
+        return 0
+    key = text.linear_key_head_dim
+    value = text.linear_value_head_dim
+    head = 4 * CHUNK * key + CHUNK * (key + value) + 2 * CHUNK * value + 6 * key * value
+    return states * text.linear_num_value_heads * head
 
 
 def vision_flops(vision: Any, grids: Sequence[tuple[int, int, int]]) -> tuple[int, int]:

@@ -23,10 +23,11 @@ from trainer.preflight.checks.aggregation import check_aggregation
 from trainer.preflight.checks.free_memory import host_free
 from trainer.preflight.checks.gold_answers import grade_answers
 from trainer.preflight.checks.image_processing import check_patches, noise_image, read_settings
+from trainer.preflight.checks.packing import check_packing
 from trainer.preflight.checks.positions import check_positions, reference_logprobs
 from trainer.preflight.checks.prompt_lengths import check_lengths
 from trainer.preflight.checks.weights import check_same, rows_of_checkpoint
-from trainer.preflight.probe_streams import as_training_samples, open_problems, probe_episodes
+from trainer.preflight.probe_streams import as_training_samples, as_trajectory, open_problems, probe_episodes
 from trainer.rollouts.live import LiveContext
 from trainer.rollouts.recorded import RecordedContext
 from trainer.setup.run_context import RunContext
@@ -108,6 +109,7 @@ class PreparedChecks(LearnerChecks):
             "gold answers": partial(self.gold_answers, num_answers, with_wrong),
             "image preprocessing": self.image_preprocessing,
             "forward pass": self.forward_pass,
+            "packed streams": self.packed_streams,
             "weights of the learner": self.weights,
             **self.checks(),
         }
@@ -157,6 +159,17 @@ class PreparedChecks(LearnerChecks):
             expected = await compute(reference_logprobs, reference, ids, episode.images)
             gaps.append(text_gap(ids, own, expected, self.context.facts.image_token_id))
         return check_gap(max(gaps), self.context.config.model.dtype, "Transformers'")
+
+    async def packed_streams(self) -> Verdict:
+        """Compare the learner's log-probs of streams in one packed row with those of each stream alone."""
+        first = self.episodes[-1]
+        # The same words in another order, so that two streams share a prompt and differ after it.
+        answer = first.ids_T[first.prompt_length :][::-1].tolist()
+        ids = (*first.ids_T[: first.prompt_length].tolist(), *answer)
+        second = as_trajectory(Rendered(ids, first.images), first.prompt_length)
+        samples = as_training_samples([*self.episodes, second], self.context.facts)
+        config = self.context.config
+        return await check_packing(self.context.learner, samples, max(1, config.cluster.num_ranks), config.model.dtype)
 
     async def weights(self) -> Verdict:
         """Compare the learner's weights with the checkpoint's."""

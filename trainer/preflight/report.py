@@ -21,6 +21,7 @@ PREPARED_CHECKS = (
     "gold answers",
     "image preprocessing",
     "forward pass",
+    "packed streams",
     "weights of the learner",
     "aggregation",
     "positions",

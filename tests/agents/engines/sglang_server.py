@@ -63,6 +63,7 @@ from agents.engines.sglang.in_server.kept_images import (
     image_entries,
     map_image,
 )
+from agents.model.delta_net import States
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.types import GenerateRequest, ProcessedImage, SamplingParams
@@ -598,7 +599,9 @@ class Emulator:
 
 
 def first(prefix: CachedPrefix, count: int) -> CachedPrefix:
-    """Return the part of a prefix that holds so many tokens."""
+    """Return the part of a prefix that holds so many tokens; nothing of one with states, which are those of its end."""
+    if any(isinstance(layer, States) for layer in prefix.layers):
+        return CachedPrefix()
     return CachedPrefix(prefix.ids[:count], tuple(layer[:, :, :count] for layer in prefix.layers))
 
 

@@ -26,6 +26,7 @@ from envs.types import Message
 from tests.budget import examples
 from tests.builders import full_logprobs, mixed_logprobs, play, request, sampling
 from tests.prompts import make_image, question
+from tests.tiny_models import write_tiny_model
 
 SCORE: Message = {"role": "tool", "content": "Score 0.0: 70 is wrong. Try another way."}
 ZOOMED: Message = {
@@ -73,6 +74,16 @@ def assert_same_as_full_forward(model: PolicyModel, talk: Conversation) -> None:
         places = torch.arange(len(done.ids)) + len(asked.ids) - 1
         expected = table[places, torch.tensor(done.ids)]
         torch.testing.assert_close(torch.tensor(done.logprobs), expected, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="session", params=["qwen3_vl", "qwen3_5"])
+def checkpoint(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A complete checkpoint folder of a network that has attention alone, and of one whose layers have states."""
+    if request.param == "qwen3_vl":
+        return checkpoint
+    folder = tmp_path_factory.mktemp(request.param)
+    write_tiny_model(folder, request.param, checkpoint, weight_scale=2.0)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -482,10 +493,10 @@ class Slowed(HFEngine):
         self.num_batches += 1
         update = cache.advance
 
-        def advance(real_BT: torch.Tensor) -> None:
+        def advance() -> None:
             self.num_forwards += 1
             time.sleep(0.001)
-            update(real_BT)
+            update()
 
         cache.advance = advance
         super()._decode(cache, logits_BV, positions_B, turns)

@@ -18,7 +18,7 @@ IMAGE = 9
 MERGE = 2
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl"])
 def reference(request: pytest.FixtureRequest) -> Any:
     config = AutoConfig.for_model(
         request.param,

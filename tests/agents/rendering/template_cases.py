@@ -31,7 +31,9 @@ QWEN_TOKENS = (
 QWEN_WORDS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 #: Merges across the borders of a template's own text and a message's, of which Qwen's vocabulary has many.
 BORDER_MERGES = (("Ċ", "Ċ"), (">", "Ċ"), (".", "Ċ"), ("}", "Ċ"), ('"', ":"), ("<", "/"), ("{", '"'))
-QWEN_TEMPLATES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_training", "qwen2_5", "qwen3")
+QWEN_TEMPLATES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_training", "qwen2_5", "qwen3", "qwen3_5_think")
+#: Templates that write an earlier turn otherwise than the model wrote it: without its thought, or with an empty one.
+REWRITING = ("chatml_thinking", "qwen3_5_think")
 #: Templates of language models, which show no images.
 TEXT_ONLY = ("chatml", "llama_style", "qwen2_5", "qwen3")
 

@@ -31,6 +31,7 @@ from tests.agents.rendering.template_cases import (
     LLAMA_TOKENS,
     OWN_TEMPLATES,
     QWEN_TEMPLATES,
+    REWRITING,
     TEXT_ONLY,
     renderer_for,
     starter_tokenizer,
@@ -40,8 +41,7 @@ from tests.budget import examples
 from tests.prompts import make_image
 
 EVERY = pytest.mark.parametrize("name", OWN_TEMPLATES + QWEN_TEMPLATES)
-#: Templates that write an earlier turn as the model wrote it.
-FAITHFUL = pytest.mark.parametrize("name", [n for n in OWN_TEMPLATES + QWEN_TEMPLATES if n != "chatml_thinking"])
+FAITHFUL = pytest.mark.parametrize("name", [n for n in OWN_TEMPLATES + QWEN_TEMPLATES if n not in REWRITING])
 MANY = examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 TOOLS = (
     {
@@ -269,8 +269,9 @@ def test_a_wrong_tokenisation_of_the_right_text_is_found() -> None:
     assert "before turn 2" in (template_mismatch(replace(t, ids_T=np.array(split)), renderer) or "")
 
 
-def test_a_thinking_template_opens_each_turn_and_strips_earlier_ones_only_behind_the_stream() -> None:
-    renderer = renderer_for("chatml_thinking")
+@pytest.mark.parametrize("name", REWRITING)
+def test_a_thinking_template_opens_each_turn_and_strips_earlier_ones_only_behind_the_stream(name: str) -> None:
+    renderer = renderer_for(name)
     prompt = [{"role": "user", "content": "Find x."}]
     thought = "Hm, 70.\n</think>\n\nIs it 70?"
     t = played(
@@ -292,7 +293,7 @@ def test_a_thinking_template_opens_each_turn_and_strips_earlier_ones_only_behind
     assert template_mismatch(t, renderer) is None
 
 
-@pytest.mark.parametrize(("name", "opening"), [("chatml_thinking", "<think>\n"), ("qwen3", "")])
+@pytest.mark.parametrize(("name", "opening"), [(name, "<think>\n") for name in REWRITING] + [("qwen3", "")])
 def test_template_arguments_reach_the_prompt_and_every_suffix(name: str, opening: str) -> None:
     plain, without = renderer_for(name), renderer_for(name, enable_thinking=False)
     for renderer, ending in ((plain, opening), (without, "<think>\n\n</think>\n\n")):

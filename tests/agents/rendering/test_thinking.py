@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from agents.rendering.renderer import Renderer
@@ -26,11 +28,12 @@ def channel_of(template: str, setting: ThinkingSetting = "auto") -> Thinking | N
 
 @pytest.mark.parametrize("name", OWN_TEMPLATES + QWEN_TEMPLATES)
 def test_of_the_known_templates_only_those_that_treat_thoughts_have_a_channel(name: str) -> None:
-    expected = {"chatml_thinking": Thinking("<think>", "</think>", is_opened=True), "qwen3": THINK}
+    opened = replace(THINK, is_opened=True)
+    expected = {"chatml_thinking": opened, "qwen3": THINK, "qwen3_5_think": opened}
     assert find_thinking(renderer_for(name).template) == expected.get(name)
 
 
-@pytest.mark.parametrize("name", ["chatml_thinking", "qwen3"])
+@pytest.mark.parametrize("name", ["chatml_thinking", "qwen3", "qwen3_5_think", "qwen3_5_nothink"])
 def test_a_template_that_closes_an_empty_thought_itself_has_a_channel_that_is_not_open(name: str) -> None:
     assert find_thinking(renderer_for(name, enable_thinking=False).template) == THINK
 

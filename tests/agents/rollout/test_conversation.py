@@ -30,7 +30,7 @@ from tests.prompts import make_image
 
 EVERY = pytest.mark.parametrize("name", OWN_TEMPLATES + QWEN_TEMPLATES)
 #: Templates that know `tool_calls`, and write every turn as it was said.
-WRITES_CALLS = pytest.mark.parametrize("name", ["starter", "qwen_xml", "qwen3_vl", "qwen2_5"])
+WRITES_CALLS = pytest.mark.parametrize("name", ["starter", "qwen_xml", "qwen3_vl", "qwen2_5", "qwen3_5_nothink"])
 TOOLS = (
     {
         "type": "function",
@@ -260,6 +260,17 @@ def test_a_thought_goes_on_from_what_the_template_opens_a_turn_with() -> None:
     asks: Message = {"role": "user", "content": "Sure?"}
     both = spans(renderer, stream(renderer, QUESTION, thinks, asks, thinks))
     assert [text for is_taught, text in both if is_taught] == ["Hm.\n</think>\n\n68<|im_end|>"] * 2
+
+
+def test_a_template_that_writes_an_empty_thought_has_the_model_close_the_one_that_it_opened() -> None:
+    thinks = {**ANSWER, "content": "<think>\nHm.\n</think>\n\n68"}
+    renderer = renderer_for("qwen3_5_think")
+    assert spans(renderer, stream(renderer, QUESTION, ANSWER))[-1] == (True, "\n</think>\n\n\\boxed{68}<|im_end|>")
+    assert spans(renderer, stream(renderer, QUESTION, thinks))[-1] == (True, "Hm.\n</think>\n\n68<|im_end|>")
+    without = renderer_for("qwen3_5_think", enable_thinking=False)
+    assert spans(without, stream(without, QUESTION, ANSWER))[-1] == (True, "\\boxed{68}<|im_end|>")
+    with pytest.raises(UserError, match="fix the message, or let the template open thoughts with --template-options"):
+        stream(without, QUESTION, thinks)
 
 
 def test_a_thought_may_speak_of_a_call_that_the_turn_does_not_make() -> None:

@@ -222,3 +222,7 @@ def test_the_format_is_what_the_chat_template_teaches() -> None:
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_vl_training"])
 def test_qwens_chat_templates_teach_hermes(name: str) -> None:
     assert detect_format(published_template(name)) == "hermes"
+
+
+def test_the_chat_template_of_qwen3_5_teaches_its_own_form() -> None:
+    assert detect_format(published_template("qwen3_5_think")) == "qwen_xml"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from agents.model.architectures import ARCHITECTURES
 from agents.model.policy import PolicyModel
 from tests.builders import fresh_model, full_logprobs
 from tests.trainer.steps import (
@@ -34,7 +35,7 @@ from trainer.config.learner import LearnerConfig, OptimConfig
 from trainer.data.packing import collate, pack_rows
 from trainer.types import TrainingSample
 
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3", "llama")
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen3", "llama")
 #: Far enough that some ratios of a second update are clipped.
 FAST = OptimConfig(lr=3e-3, warmup_steps=0)
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
@@ -57,7 +58,8 @@ def case(cases: dict[str, Case]) -> Case:
 
 def assert_same_step(got: Stepped, expected: Stepped) -> None:
     difference = Difference.between(got, expected)
-    assert difference.loss < 1e-5 and difference.gradient < 1e-5 and difference.worst_gradient < 1e-5, difference
+    # The norm behind a state layer divides by what may be small, so that its rounding is the largest.
+    assert difference.loss < 1e-5 and difference.gradient < 1e-5 and difference.worst_gradient < 2e-5, difference
     for field in ("grad_norm", "rollout_train_kl", "logprob_gap_mean", "entropy"):
         assert getattr(got.stats, field) == pytest.approx(getattr(expected.stats, field), rel=1e-4), field
     assert got.stats.num_tokens == expected.stats.num_tokens
@@ -71,7 +73,7 @@ def test_the_streams_have_what_could_go_wrong(
     samples = cases[model_type].samples
     assert len(samples) == 12 and {int(s.turns_T.max()) for s in samples} == {1, 2, 3}
     assert {s.advantage > 0 for s in samples} == {True, False} and any(s.advantage == 0 for s in samples)
-    if model_type.endswith("vl") or "vl_" in model_type:
+    if ARCHITECTURES[model_type].vision:
         assert {s.num_prefix_images for s in samples} == {0, 1, 2}
         assert {len(s.images) - s.num_prefix_images for s in samples} == {0, 1}
     rows = pack_rows(samples, 100_000)
@@ -115,7 +117,7 @@ def test_ranks_with_uneven_shares_take_the_same_step(
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_adapters_have_the_gradients_of_the_merged_network(cases: dict[str, Case], model_type: str) -> None:
     difference = Difference.between(*adapters_and_merged(cases[model_type]))
-    assert difference.loss < 1e-5 and difference.gradient < 1e-5 and difference.worst_gradient < 2e-5, difference
+    assert difference.loss < 1e-5 and difference.gradient < 2e-5 and difference.worst_gradient < 2e-5, difference
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3"])
@@ -140,7 +142,7 @@ def test_two_updates_with_the_optimizer_on_the_host_give_the_same_weights_bit_fo
     assert all(torch.equal(moved.weights[name], weight) for name, weight in kept.weights.items())
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_packed_tokens_stand_where_transformers_puts_them_in_their_own_streams(
     cases: dict[str, Case], model_type: str
 ) -> None:

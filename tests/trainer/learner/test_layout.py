@@ -157,14 +157,15 @@ def test_the_starter_can_share_its_matrices_between_two() -> None:
 
 
 def test_an_architecture_that_the_bridge_computes_in_another_way_is_refused() -> None:
-    assert set(ARCHITECTURES) - set(MODEL_TYPES) == {"qwen2_5_vl"}
+    assert set(ARCHITECTURES) - set(MODEL_TYPES) == {"qwen2_5_vl", "qwen3_5", "qwen3_5_moe"}
     from transformers import AutoConfig
 
-    line = complaint(Layout(), 1, AutoConfig.for_model("qwen2_5_vl"))
-    assert line.startswith(
-        "--model: must be one of qwen3_vl, qwen3_vl_moe, qwen3, qwen2, llama with --backend megatron"
-    )
-    assert line.endswith("got qwen2_5_vl; leave --backend out: FSDP2 trains it")
+    for name in ("qwen2_5_vl", "qwen3_5"):
+        line = complaint(Layout(), 1, AutoConfig.for_model(name))
+        assert line.startswith(
+            "--model: must be one of qwen3_vl, qwen3_vl_moe, qwen3, qwen2, llama with --backend megatron"
+        )
+        assert line.endswith(f"got {name}; leave --backend out: FSDP2 trains it")
 
 
 def check(cluster: str = "", learner: LearnerConfig = LearnerConfig(), **model: Any) -> None:

@@ -78,7 +78,7 @@ def test_merged_weights_compute_what_the_adapters_compute(
         assert (expected - before).abs().max() > 0.1
         assert torch.allclose(logits(base), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
         model.save(tmp_path / "saved", torch.float32, merged)  # under ordinary names
-        assert torch.equal(logits(PolicyModel.load(tmp_path / "saved")), logits(base))
+        assert_same_tensors(parameters(PolicyModel.load(tmp_path / "saved")), parameters(base))
 
 
 def test_a_merged_weight_is_the_formula_by_hand(checkpoints: dict[str, Path]) -> None:
@@ -137,6 +137,10 @@ def adapted(model: PolicyModel) -> set[str]:
 
 
 ATTENTION = {f"backbone.model.language_model.layers.self_attn.{side}_proj" for side in "qkvo"}
+STATES = {
+    f"backbone.model.language_model.layers.linear_attn.{name}"
+    for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+}
 MLP = {f"backbone.model.language_model.layers.mlp.{side}_proj" for side in ("gate", "up", "down")}
 QUERY, DOWN = {name for name in ATTENTION if "q_proj" in name}, {name for name in MLP if "down_proj" in name}
 
@@ -146,6 +150,7 @@ QUERY, DOWN = {name for name in ATTENTION if "q_proj" in name}, {name for name i
     [
         ("qwen3_vl", LearnerConfig(lora_rank=4), ATTENTION | MLP),
         ("qwen3_vl", LearnerConfig(lora_rank=4, lora_targets=("self_attn.q_proj", "down_proj")), QUERY | DOWN),
+        ("qwen3_5", LearnerConfig(lora_rank=4), ATTENTION | MLP | STATES),
         ("qwen3_vl_moe", LearnerConfig(lora_rank=4), ATTENTION),  # fused experts and router are not linear layers
     ],
 )

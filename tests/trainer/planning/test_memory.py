@@ -33,9 +33,11 @@ from trainer.planning.memory import (
     Plan,
     decoder_block,
     estimate,
+    state_block,
     vision_block,
 )
 from trainer.planning.qwen3_vl import qwen3_vl_config
+from trainer.planning.shape import ModelShape
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_blocks_keep_what_the_formulas_say(model_type: str) -> None:
     text.hidden_size, text.intermediate_size = 256, 768
     text.num_attention_heads = text.num_key_value_heads = 16  # off the GPU, keys are repeated for every head
     torch.manual_seed(0)
-    if model_type == "qwen3_vl_moe":
+    if model_type.endswith("_moe"):
         text.moe_intermediate_size = 192
     images: list[ProcessedImage] = []
     ids = torch.randint(30, 200, (200,)).numpy()
@@ -211,13 +213,34 @@ def test_blocks_keep_what_the_formulas_say(model_type: str) -> None:
         with_buckets=True,
     )
     scores = model.token_scores(packed, SamplingDistribution())
-    assert sum(kept[1].values()) / len(ids) == pytest.approx(decoder_block(text), rel=0.03)
+    if model.architecture.states:
+        assert sum(kept[1].values()) / len(ids) == pytest.approx(state_block(text), rel=0.03)
+        # Off the GPU, what attention gives is copied before its gate.
+        copied = 2 * text.num_attention_heads * text.head_dim
+        assert sum(kept[3].values()) / len(ids) == pytest.approx(decoder_block(text) + copied, rel=0.03)
+    else:
+        assert sum(kept[1].values()) / len(ids) == pytest.approx(decoder_block(text), rel=0.03)
     if images:
         assert vision is not None
         # Off the GPU, attention takes the values where the joint projection wrote them: 4 C bytes more stay.
         expected = vision_block(vision) + 4 * vision.hidden_size
         assert sum(kept[-2].values()) / 256 == pytest.approx(expected, rel=0.03)
     del scores
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
+def test_the_matrices_of_a_network_with_states_are_counted_by_kind(model_type: str) -> None:
+    network = tiny(model_type, tied=False)
+    shape = ModelShape.of(network)
+    layers = network.architecture.decoder(network.backbone).layers
+    matrices = {name: p.numel() for name, p in layers.named_parameters() if p.dim() > 1 and "conv1d" not in name}
+    experts = sum(count for name, count in matrices.items() if ".experts." in name)
+    gates = sum(count for name, count in matrices.items() if "shared_expert_gate" in name)  # of one output each
+    assert shape.experts == experts and shape.dense == sum(matrices.values()) - experts - gates
+    text = network.config.text_config
+    assert shape.attention_values == text.num_attention_heads * text.head_dim  # of the one layer with attention
+    # For each of 3 layers and 4 heads: 4 * 64 * 8 + 64 * 24 + 2 * 64 * 16 + 6 * 8 * 16.
+    assert shape.state_flops == 12 * 6_400
 
 
 def test_the_command_prints_a_table_that_says_it_is_computed(

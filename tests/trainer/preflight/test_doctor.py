@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from agents.checking.scores import check_gap, judge_sight, judge_update
+from agents.engines.hf_batch import BatchCache, CachedPrefix, KeysAndValues
 from agents.model import STARTER_PATH
+from agents.model.policy import PolicyModel
 from agents.rendering.images import ImageStore
 from envs.checks import CheckRun, Finding, Verdict, combine, fault, ok, skipped, warning
 from envs.config.cli import parse
@@ -24,7 +27,7 @@ from envs.errors import UserError
 from envs.success import Success
 from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, renderer_for
 from tests.paths import ROOT
-from tests.tiny_models import tiny_config
+from tests.tiny_models import tiny_config, write_tiny_model
 from tests.trainer.preflight.planted_faults import (
     CONTROL,
     FAULTS,
@@ -288,6 +291,24 @@ def test_a_host_is_at_fault_only_where_not_even_the_weights_fit() -> None:
     assert check_memory(RunConfig(), tiny, FreeMemory(2 * (need.learner + need.engine + need.cache))).status == "ok"
     assert check_memory(RunConfig(), tiny, FreeMemory(need.learner)).status == "warning"
     assert check_memory(RunConfig(), tiny, FreeMemory(need.least + need.engine - 1)).status == "fault"
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_5"])
+def test_what_an_embedded_engine_keeps_is_counted_by_its_layers(model_type: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, model_type)
+    network = PolicyModel.load(tmp_path)
+    config = RunConfig()
+    rows = config.rollout.problems_per_step * config.rollout.group_size
+    cache = BatchCache([CachedPrefix()], config.data.max_prompt_tokens + config.env.max_new_tokens, torch.device("cpu"))
+    one = torch.ones(1, 1, dtype=torch.bool)
+    cache.begin(one)
+    with torch.inference_mode():
+        network.next_logits(torch.tensor([7]), torch.tensor([0]), one, cache)
+    parts = [layer.store if isinstance(layer, KeysAndValues) else layer.states for layer in cache.layers]
+    kept = sum(
+        part.nbytes if isinstance(part, Tensor) else part.conv_SCW.nbytes + part.recurrent_SHKV.nbytes for part in parts
+    )
+    assert memory_need(config, MetaNetworks(meta_model(network.config))).cache == 2 * rows * kept
 
 
 def test_a_control_group_limits_what_is_free(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ _HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 FAMILIES: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     "qwen3_vl": _HALF,
     "qwen3_vl_moe": _HALF,
+    "qwen3_5": _HALF,
+    "qwen3_5_moe": _HALF,
     "qwen2_5_vl": {
         "image_mean": (0.48145466, 0.4578275, 0.40821073),
         "image_std": (0.26862954, 0.26130258, 0.27577711),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
+import torch
+
+from agents.model.delta_net import States
+from agents.model.policy import PolicyModel
 from envs.checks import Verdict, combine, fault, ok, skipped, warning
 from trainer.config.learner import IMAGE_SHARE
 from trainer.config.run import RunConfig
-from trainer.planning.memory import GIB, MetaNetworks, Parameters, Plan, estimate
+from trainer.planning.memory import GIB, MetaNetworks, Parameters, Plan, estimate, head_size
 from trainer.preflight.checks.free_memory import FreeMemory
 from trainer.setup.servers import first_server_gpu, shared_gpus
 
@@ -29,7 +32,7 @@ class MemoryNeed:
 
     - `learner`: most that the learner needs on its device.
     - `least`: what it needs there for sure, which leaves out what depends on the length of streams.
-    - `engine`: the weights of an embedded engine, and `cache`: most that its key-value cache needs.
+    - `engine`: the weights of an embedded engine, and `cache`: most that its cache of what was read needs.
     - `offloaded`: what the learner keeps in host memory.
     - `resident`: what it keeps on its device between two steps.
 
@@ -74,7 +77,7 @@ def memory_need(config: RunConfig, networks: MetaNetworks) -> MemoryNeed:
     cache = 0
     if config.plays and config.engine_choice[0] == "hf":  # it runs in this process
         engine = size * networks.num_parameters
-        cache = _cache_bytes(config, model.config)
+        cache = _cache_bytes(config, model)
     if not config.trains:  # only the weights, to score a stream with
         learner = weights // ranks + PROCESS_BYTES
         return MemoryNeed(learner, weights // ranks, engine, cache, offloaded=0, resident=learner)
@@ -133,14 +136,21 @@ def _longest_stream(config: RunConfig) -> int:
     return config.data.max_prompt_tokens + config.env.max_new_tokens
 
 
-def _cache_bytes(config: RunConfig, network: Any) -> int:
-    """Return the bytes of the embedded engine's keys and values for a batch."""
-    text = network.get_text_config()
+def _cache_bytes(config: RunConfig, model: PolicyModel) -> int:
+    """Return the bytes that the layers of the embedded engine keep of a batch: keys and values, or states."""
+    text = model.config.get_text_config()
     rollout = config.rollout
-    tokens = min(rollout.max_batch, rollout.problems_per_step * rollout.group_size) * _longest_stream(config)
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    # Twice for keys and values, and twice because growing copies them.
-    return 2 * 2 * _value_bytes(config) * text.num_hidden_layers * text.num_key_value_heads * head * tokens
+    rows = min(rollout.max_batch, rollout.problems_per_step * rollout.group_size)
+    state_layers = [block.linear_attn for block in model.blocks if hasattr(block, "linear_attn")]
+    num_attention = text.num_hidden_layers - len(state_layers)
+    # Twice for keys and values.
+    token_bytes = 2 * _value_bytes(config) * num_attention * text.num_key_value_heads * head_size(text)
+    row_bytes = token_bytes * _longest_stream(config)
+    for layer in state_layers:
+        states = States.zeros(layer, 1, torch.empty(0, dtype=getattr(torch, config.model.dtype), device="meta"))
+        row_bytes += states.conv_SCW.nbytes + states.recurrent_SHKV.nbytes
+    # Twice, because a batch begins with copies of what its sessions keep.
+    return 2 * rows * row_bytes
 
 
 def _check_gpus(config: RunConfig, need: MemoryNeed, free: FreeMemory) -> Verdict:
