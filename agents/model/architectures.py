@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from agents.model.delta_net import WIDTH
+from agents.model.state_plan import WIDTH
 from envs.datasets.hub import check_is_there
 from envs.errors import UserError, first_line
 

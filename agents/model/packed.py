@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.model.attention import Segments, Span
-from agents.model.delta_net import StatePlan
+from agents.model.state_plan import StatePlan
 from agents.types import ProcessedImage
 
 

@@ -28,10 +28,11 @@ from torch.nn import functional
 
 from agents.model.architectures import NO_IMAGE_TOKEN, architecture_of, read_config
 from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, Span, needs_buckets, register_attention
-from agents.model.delta_net import StatePlan, install
+from agents.model.delta_net import install
 from agents.model.linear_logprobs import float32_product, linear_scores
 from agents.model.mrope import mrope_positions
 from agents.model.packed import PackedStreams, VisionBatch
+from agents.model.state_plan import StatePlan
 from agents.model.vision import tower_inputs
 from agents.types import ProcessedImage, SamplingDistribution
 
