@@ -182,7 +182,7 @@ def _mix_once(
     chunk = inside(module, weight_C1E, inputs_XC, decay_TH, beta_TH, plan.inputs_NE, plan.is_token_NP)
     changes, before, after_SHKV = _scan(chunk, plan, states.recurrent_SHKV)
     out_THV = across(chunk, before, changes, plan.chunk_row_T).to(mixed_TC.dtype)
-    return out_THV, inputs_XC[plan.last_inputs_SW].transpose(1, 2), after_SHKV
+    return out_THV, _rows(inputs_XC, plan.last_inputs_SW).transpose(1, 2), after_SHKV
 
 
 @functools.cache
@@ -214,11 +214,11 @@ def _inside_chunks(
     inputs_NE: Tensor,
     is_token_NP: Tensor,
 ) -> Chunks:
-    query, key, value = (x.transpose(1, 2) for x in _heads(module, _convolve(weight_C1E, inputs_XC[inputs_NE])))
+    query, key, value = (x.transpose(1, 2) for x in _heads(module, _convolve(weight_C1E, _rows(inputs_XC, inputs_NE))))
     # Zeros for padding: it neither changes the state nor lets it decay.
     tokens_NP = inputs_NE[:, WIDTH:].clamp(max=len(decay_TH) - 1)
-    decay_NHP = (decay_TH[tokens_NP] * is_token_NP[..., None]).transpose(1, 2)
-    beta_NHP1 = (beta_TH[tokens_NP] * is_token_NP[..., None]).transpose(1, 2)[..., None]
+    decay_NHP = (_rows(decay_TH, tokens_NP) * is_token_NP[..., None]).transpose(1, 2)
+    beta_NHP1 = (_rows(beta_TH, tokens_NP) * is_token_NP[..., None]).transpose(1, 2)[..., None]
     decay_NHP = decay_NHP.cumsum(-1)  # from the chunk's beginning to each token
     between_NHPP = decay_NHP[..., :, None] - decay_NHP[..., None, :]
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay_TH.device).triu(1)
@@ -236,6 +236,11 @@ def _inside_chunks(
         query=query * decay_NHP[..., None].exp(),
         seen=(query @ key.mT) * between_NHPP,
     )
+
+
+def _rows(x: Tensor, places: Tensor) -> Tensor:
+    """Return the rows of `x` at places of any shape; unlike that of plain indexing, the gradient repeats to the bit."""
+    return x.index_select(0, places.flatten()).unflatten(0, places.shape)
 
 
 def _read(chunk: Chunks, before: Tensor, changes: Tensor, chunk_row_T: Tensor) -> Tensor:
