@@ -159,15 +159,38 @@ def architecture_of(config: Any) -> Architecture:
     known = {"full_attention"}
     if architecture.states:
         known.add("linear_attention")
-        if (width := text.linear_conv_kernel_dim) != WIDTH + 1:
-            fix = "take the config.json of the model's repository"
-            raise UserError("--model", f"must have linear_conv_kernel_dim {WIDTH + 1}", width, fix)
+        _check_states(text)
     # Absent where every layer attends to all tokens.
     kinds = set(text.to_dict().get("layer_types") or ()) - known
     if kinds:
         fix = "give a model whose config.json has use_sliding_window false"
         raise UserError("--model", "must attend to all earlier tokens in every layer", ", ".join(sorted(kinds)), fix)
     return architecture
+
+
+def attention_interval(text: Any) -> int:
+    """Return n where every n-th layer of a text configuration has attention and the others carry states; else 0."""
+    kinds = list(text.layer_types)
+    for interval in range(1, len(kinds) + 1):
+        if all((kind == "full_attention") == (number % interval == 0) for number, kind in enumerate(kinds, 1)):
+            return interval
+    return 0
+
+
+def _check_states(text: Any) -> None:
+    """Raise `UserError` if layers with states are not as in the family's checkpoints."""
+    width = text.linear_conv_kernel_dim
+    heads = (text.linear_num_value_heads, text.linear_num_key_heads)
+    fix = "take the config.json of the model's repository"
+    if width != WIDTH + 1:
+        raise UserError("--model", f"must have linear_conv_kernel_dim {WIDTH + 1}", width, fix)
+    if min(heads) < 1 or heads[0] % heads[1]:
+        rule = "must have linear_num_value_heads that are a multiple of linear_num_key_heads"
+        raise UserError("--model", rule, f"{heads[0]} and {heads[1]}", fix)
+    # Servers know the layers by this interval alone.
+    if not attention_interval(text):
+        found = ", ".join(text.layer_types[:8])
+        raise UserError("--model", "must have full_attention in every n-th layer_types", found, fix)
 
 
 #: The image token id of a network without vision; no token has it.

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agents.model.architectures import NO_IMAGE_TOKEN, architecture_of, read_config
+from agents.model.architectures import NO_IMAGE_TOKEN, architecture_of, attention_interval, read_config
 from agents.model.attention import TEXT_ATTENTION, VISION_ATTENTION, Span, needs_buckets, register_attention
 from agents.model.delta_net import install
 from agents.model.linear_logprobs import float32_product, linear_scores
@@ -101,7 +101,7 @@ class PolicyModel(nn.Module):
             part.dtype = str(dtype).removeprefix("torch.")
         if self.architecture.states:  # SGLang needs both, and Transformers leaves them out
             text = config.get_text_config()
-            text.full_attention_interval = text.layer_types.index("full_attention") + 1
+            text.full_attention_interval = attention_interval(text)
             config.vision_config.deepstack_visual_indexes = []
         config.save_pretrained(folder)
         if self.architecture.processor:  # for servers; TrueTurn does not read it
