@@ -158,7 +158,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ("qwen3_vl", "aot_eager", 2 + 4 + 4),
         ("qwen2_5_vl", "aot_eager", 2 + 4 + 6),
         # A state layer cuts its block in three frames, and compiles what it does within chunks in two.
-        ("qwen3_5", "aot_eager", 2 + 4 + 4 + 2 * 5 * 2),
+        pytest.param(*("qwen3_5", "aot_eager", 2 + 4 + 4 + 2 * 5 * 2), marks=pytest.mark.timeout(900)),
         pytest.param(
             *("qwen3", "inductor", 2 + 4),
             marks=pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs a C++ compiler"),
