@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from agents.model.delta_net import CHUNK
 from agents.model.linear_logprobs import CHUNK_VALUES
 from agents.model.policy import PolicyModel
+from agents.model.state_plan import CHUNK
 from trainer.config.learner import LearnerConfig, Offload, Reshard
 from trainer.learner.lora import add_lora
 from trainer.learner.sharding import freeze_vision, trainable_parameters

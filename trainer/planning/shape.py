@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agents.model.delta_net import CHUNK
 from agents.model.policy import PolicyModel
+from agents.model.state_plan import CHUNK
 from trainer.planning.memory import count_values, head_size, num_state_layers
 
 

@@ -389,6 +389,44 @@ def test_a_sliding_window_is_a_user_error() -> None:
         PolicyModel.from_config(config)
 
 
+STATE_TYPES = tuple(name for name in MODEL_TYPES if ARCHITECTURES[name].states)
+
+
+@pytest.mark.parametrize("model_type", STATE_TYPES)
+def test_a_saved_network_with_states_is_one_for_servers_and_for_plain_transformers(
+    cases: dict[str, Case], model_type: str, tmp_path: Path
+) -> None:
+    case = cases[model_type]
+    case.model.save(tmp_path, torch.float32)
+    written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    # SGLang reads both, and Transformers writes neither.
+    assert written["text_config"]["full_attention_interval"] == 4
+    assert written["vision_config"]["deepstack_visual_indexes"] == []
+    ids, images = piece(case.model, 20, (SMALL,))
+    network = case.model.architecture.read(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    torch.testing.assert_close(plain_logits(network, ids, images), plain_logits(plain(case), ids, images))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("linear_conv_kernel_dim", 3, "must have linear_conv_kernel_dim 4, got 3"),
+        ("linear_num_value_heads", 3, "must have linear_num_value_heads that are a multiple of .*, got 3 and 2"),
+        ("linear_num_key_heads", 0, "must have linear_num_value_heads that are a multiple of .*, got 4 and 0"),
+        ("layer_types", ["linear_attention"] * 4, "must have full_attention in every n-th layer_types"),
+        ("layer_types", ["full_attention", *["linear_attention"] * 3], "must have full_attention in every n-th"),
+    ],
+)
+def test_other_states_than_the_familys_are_a_user_error(
+    cases: dict[str, Case], field: str, value: Any, rule: str, tmp_path: Path
+) -> None:
+    config = json.loads((cases["qwen3_5"].folder / "config.json").read_text(encoding="utf-8"))
+    config["text_config"][field] = value
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UserError, match=f"--model: {rule}"):
+        ModelFacts.load(tmp_path)
+
+
 def test_a_folder_without_weights_is_a_user_error(cases: dict[str, Case], tmp_path: Path) -> None:
     cases["llama"].model.config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="--model: must be a model folder"):

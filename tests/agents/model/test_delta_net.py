@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from agents.model.architectures import ARCHITECTURES
 from agents.model.attention import Span
-from agents.model.delta_net import StatePlan, States, delta_net_forward, delta_net_step
+from agents.model.delta_net import States, delta_net_forward, delta_net_step
 from agents.model.packed import PackedStreams
 from agents.model.policy import PolicyModel
+from agents.model.state_plan import StatePlan
 from agents.types import ProcessedImage, SamplingDistribution
 from tests.tiny_models import write_tiny_model
 

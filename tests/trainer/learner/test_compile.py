@@ -26,7 +26,7 @@ from torch import Tensor
 import agents.model.attention
 import agents.model.policy
 import trainer.data.packing
-from agents.model import STARTER_PATH, linear_logprobs
+from agents.model import STARTER_PATH, delta_net, linear_logprobs
 from agents.model.kernel_cache import FOLDERS, keep_kernels
 from agents.model.policy import PolicyModel
 from agents.types import SamplingParams
@@ -140,11 +140,13 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(user, "needs_buckets", lambda device, dtype: False)
     torch._dynamo.reset()
     linear_logprobs._compiled.cache_clear()
+    delta_net._compiled.cache_clear()
     counters.clear()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=6):
         yield counters
     torch._dynamo.reset()
     linear_logprobs._compiled.cache_clear()
+    delta_net._compiled.cache_clear()
 
 
 @pytest.mark.slow
@@ -155,6 +157,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         # of the tower with and without gradient, its first block apart, since what that reads is a view.
         ("qwen3_vl", "aot_eager", 2 + 4 + 4),
         ("qwen2_5_vl", "aot_eager", 2 + 4 + 6),
+        # A state layer cuts its block in three frames, and compiles what it does within chunks in two.
+        pytest.param(*("qwen3_5", "aot_eager", 2 + 4 + 4 + 2 * 5 * 2), marks=pytest.mark.timeout(900)),
         pytest.param(
             *("qwen3", "inductor", 2 + 4),
             marks=pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs a C++ compiler"),
@@ -174,7 +178,9 @@ def test_compiled_blocks_have_the_same_gradients_and_few_forms(
     difference = Difference.between(take_variant(case, compiled), expected)
     assert difference.loss < 1e-5 and difference.worst_gradient < 1e-4, difference
     assert 0 < traced["stats"]["unique_graphs"] <= most
-    assert not traced["graph_break"]
+    # Only where a state layer's scan over chunks is left out.
+    assert all("delta_net" in reason or "_mix" in reason for reason in traced["graph_break"])
+    assert not traced["graph_break"] or model_type == "qwen3_5"
 
 
 def test_the_operator_that_stands_in_is_attention_within_segments(traced: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from agents.types import SamplingParams
 from envs.errors import UserError
 from tests.processes import run_ranks
+from tests.tiny_models import write_tiny_model
 from tests.trainer.checkpoint.test_checkpointer import largest_file
 from tests.trainer.steps import random_samples, split, whole
 from trainer.config.learner import LearnerConfig, OptimConfig
@@ -67,12 +68,21 @@ def trained(learner: FSDPLearner, steps: int) -> list[StepStats]:
 def test_a_restored_learner_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     if "lora_rank" in settings:
         pytest.importorskip("peft")
+    assert_goes_on(checkpoint, tmp_path / "state", settings)
+
+
+def test_a_network_with_states_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", "qwen3_5")
+    assert_goes_on(tmp_path / "model", tmp_path / "state", {"recompute": 0.5})
+
+
+def assert_goes_on(checkpoint: Path, folder: Path, settings: dict[str, Any]) -> None:
     unbroken = learner_of(checkpoint, **settings)
     trained(unbroken, 3)
-    save(unbroken, tmp_path / "state")
+    save(unbroken, folder)
     expected = trained(unbroken, 2)  # while the state may still be being written, had it not been waited for
     restored = learner_of(checkpoint, **settings)
-    restored.restore(tmp_path / "state")
+    restored.restore(folder)
     assert restored.steps_done == 3
     assert trained(restored, 2) == expected
     assert_same(restored, unbroken)

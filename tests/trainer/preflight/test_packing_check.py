@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agents.model.attention import Segments, Span
-from agents.model.delta_net import StatePlan
+from agents.model.state_plan import StatePlan
 from agents.types import SamplingParams
 from envs.checks import Verdict
 from tests.builders import fresh_model
