@@ -36,11 +36,12 @@ class Flops:
     head: int
     vision: int
     vision_attention: int
+    experts: int = 0
 
     @property
     def total(self) -> int:
         """All parts of one forward pass."""
-        return self.body + self.attention + self.head + self.vision + self.vision_attention
+        return self.body + self.attention + self.head + self.vision + self.vision_attention + self.experts
 
 
 def forward_flops(config: Any, samples: Sequence[TrainingSample], shared: bool) -> Flops:
@@ -76,4 +77,15 @@ def forward_flops(config: Any, samples: Sequence[TrainingSample], shared: bool) 
         head=2 * chosen * text.hidden_size * text.vocab_size,
         vision=vision,
         vision_attention=vision_attention,
+        experts=2 * tokens * active_experts(text),
     )
+
+
+def active_experts(text: Any) -> int:
+    """Return the entries of a mixture's matrices that a token uses: its experts, a shared one, and the router."""
+    experts = getattr(text, "num_experts", 0)
+    if not experts:
+        return 0
+    shared = getattr(text, "shared_expert_intermediate_size", 0)
+    width = experts + 3 * (text.num_experts_per_tok * text.moe_intermediate_size + shared)
+    return text.num_hidden_layers * text.hidden_size * width

@@ -53,6 +53,7 @@ from benchmarks.learner_workload import (
     SMALL_IMAGES,
     TINY,
     TINY_IMAGES,
+    known_model,
     make_samples,
     plain_network,
     shape_config,
@@ -246,7 +247,9 @@ def child(bench: Bench, text: str) -> None:
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--model", choices=MODELS, default="2b")
+    parser.add_argument(
+        "--model", type=known_model, default="2b", help=f"one of {', '.join(MODELS)}; 30b-a3b@4 is cut to four layers"
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated, in order")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -281,7 +284,7 @@ def main() -> None:
     figures["gpu"] = torch.cuda.get_device_name() if args.device.startswith("cuda") else ""
     show("gemm", rates)
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"learner_{args.model}.json"
+    path = args.out / f"learner_{args.model.replace('@', '-')}.json"
     packages = [name for name in ("torch", "transformers", "trl", "liger_kernel") if find_spec(name)]
     command, at = f"python -m benchmarks.learner {shlex.join(sys.argv[1:])}", commit()
     with tempfile.TemporaryDirectory(prefix="trueturn-") as work:

@@ -5,6 +5,7 @@ In: names and a seed. Out: Transformers configurations and `TrainingSample` obje
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from agents.types import ProcessedImage
 from trainer.planning.qwen3_vl import QWEN3_VL, qwen3_vl_config
 from trainer.types import TrainingSample
 
-MODELS = ("tiny", "starter", *QWEN3_VL)
+#: `NAME@LAYERS` is a network cut to its first layers.
+MODELS = ("tiny", "starter", "qwen3.5-2b", *QWEN3_VL)
 #: The rotary embedding of Qwen3-VL.
 ROPE = {
     "rope_type": "default",
@@ -75,8 +77,26 @@ TINY = Sizes(2, 4, (1, 4, 8), text=8, shortest=8, mean=24, longest=60)
 TINY_IMAGES = Sizes(12, 1, (1, 4, 6), text=6, shortest=6, mean=10, longest=20)
 
 
+def known_model(name: str) -> str:
+    """Return the name of a network of `MODELS`; it may be cut, as `30b-a3b@4`. Raises the error of argparse."""
+    if name.partition("@")[0] not in MODELS:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(MODELS)}, got {name}")
+    return name
+
+
 def shape_config(name: str) -> Any:
     """Return the configuration of a network, its special ids those of the starter's tokenizer."""
+    name, _, layers = name.partition("@")
+    config = _whole_config(name)
+    text = config.get_text_config()
+    if layers:
+        text.num_hidden_layers = int(layers)
+        if kinds := getattr(text, "layer_types", None):
+            text.layer_types = kinds[: int(layers)]
+    return config
+
+
+def _whole_config(name: str) -> Any:
     from transformers import AutoTokenizer
 
     from agents.model import STARTER_PATH
@@ -89,13 +109,38 @@ def shape_config(name: str) -> Any:
     config = build_config(SHAPES["starter"], tokenizer)
     if name == "starter":
         return config
-    large, text = qwen3_vl_config(name), config.text_config
+    if name == "qwen3.5-2b":
+        large = _qwen3_5_config()
+    else:
+        large = qwen3_vl_config(name)
+        large.text_config.rope_parameters = dict(ROPE)
     for special in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
         setattr(large, special, getattr(config, special))
     for kept in ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"):
-        setattr(large.text_config, kept, getattr(text, kept))
-    large.text_config.rope_parameters = dict(ROPE)
+        setattr(large.text_config, kept, getattr(config.text_config, kept))
     return large
+
+
+def _qwen3_5_config() -> Any:
+    """Return a configuration of the shape of Qwen3.5-2B: 1.9 G parameters, and a tower of 0.3 G."""
+    from transformers import AutoConfig
+
+    rope = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
+    text = {
+        "vocab_size": 248_320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "intermediate_size": 6144,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "rope_parameters": rope | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]},
+        "tie_word_embeddings": True,
+    }
+    vision = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048}
+    return AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision, tie_word_embeddings=True)
 
 
 def plain_network(config: Any, device: str, seed: int = 0) -> Any:

@@ -24,7 +24,7 @@ TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_respons
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a small Qwen3-VL network."""
+    """Sizes of a small network with a vision tower; `mlp` is that of one expert where there are `experts`."""
 
     hidden: int
     layers: int
@@ -34,13 +34,29 @@ class Shape:
     vision_hidden: int
     vision_layers: int
     vocabulary: int
+    model_type: str = "qwen3_vl"
+    experts: int = 0
+    deepstack: tuple[int, ...] = ()
 
 
-#: `smoke` only tests that the recipe runs.
+#: `smoke` only tests that the recipe runs. The last three have 30 to 50 M parameters, and the tower of `starter`.
 SHAPES = {
-    "starter": Shape(256, 4, 512, 4, 32, vision_hidden=192, vision_layers=6, vocabulary=768),
-    "smoke": Shape(128, 2, 256, 4, 32, vision_hidden=64, vision_layers=2, vocabulary=768),
+    "starter": Shape(256, 4, 512, 4, 32, vision_hidden=192, vision_layers=6, vocabulary=768, deepstack=(3,)),
+    "smoke": Shape(128, 2, 256, 4, 32, vision_hidden=64, vision_layers=2, vocabulary=768, deepstack=(1,)),
+    # SGLang reads three DeepStack layers of a Qwen3-VL mixture, whatever its configuration says.
+    "mixture": Shape(384, 6, 256, 6, 64, 192, 6, 768, "qwen3_vl_moe", experts=16, deepstack=(1, 3, 5)),
+    "states": Shape(384, 8, 2304, 4, 128, 192, 6, 768, "qwen3_5"),
+    "states-mixture": Shape(384, 8, 256, 4, 128, 192, 6, 768, "qwen3_5_moe", experts=16),
 }
+#: What Qwen3.5 has besides: the heads of layers with states, each as wide as in the real networks.
+STATES = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+#: The share of a head that Qwen3.5 rotates.
+ROTATED = 0.25
 
 
 def build_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
@@ -76,54 +92,69 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
 
 
 def build_config(shape: Shape, tokenizer: Any) -> Any:
-    """Return the `Qwen3VLConfig` of a shape, with the special ids of the tokenizer."""
-    from transformers import Qwen3VLConfig
+    """Return the Transformers configuration of a shape, with the special ids of the tokenizer."""
+    from transformers import AutoConfig
 
     def token_id(token: str) -> int:
         return int(tokenizer.convert_tokens_to_ids(token))
 
-    pairs = shape.head_dim // 2
-    height_width = pairs // 3
-    rope: dict[str, Any] = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_interleaved": True,
-        "mrope_section": [pairs - 2 * height_width, height_width, height_width],
+    has_states = shape.model_type in ("qwen3_5", "qwen3_5_moe")
+    text: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": 4096,
+        "rope_parameters": _rope(shape, has_states),
+        "tie_word_embeddings": True,
+        "eos_token_id": token_id("<|im_end|>"),
+        "pad_token_id": token_id("<|endoftext|>"),
+        "bos_token_id": None,
     }
-    return Qwen3VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": shape.hidden,
-            "intermediate_size": shape.mlp,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.heads,
-            "head_dim": shape.head_dim,
-            "max_position_embeddings": 4096,
-            "rope_parameters": rope,
-            "tie_word_embeddings": True,
-            "eos_token_id": token_id("<|im_end|>"),
-            "pad_token_id": token_id("<|endoftext|>"),
-            "bos_token_id": None,
-        },
-        vision_config={
-            "depth": shape.vision_layers,
-            "hidden_size": shape.vision_hidden,
-            "intermediate_size": 4 * shape.vision_hidden,
-            "num_heads": max(1, shape.vision_hidden // 32),
-            "patch_size": 16,
-            "temporal_patch_size": 2,
-            "spatial_merge_size": 2,
-            "out_hidden_size": shape.hidden,
-            "num_position_embeddings": 256,
-            "deepstack_visual_indexes": [shape.vision_layers // 2],
-        },
+    if shape.experts:
+        text |= {"num_experts": shape.experts, "num_experts_per_tok": 4, "moe_intermediate_size": shape.mlp}
+    else:
+        text["intermediate_size"] = shape.mlp
+    vision: dict[str, Any] = {
+        "depth": shape.vision_layers,
+        "hidden_size": shape.vision_hidden,
+        "intermediate_size": 4 * shape.vision_hidden,
+        "num_heads": max(1, shape.vision_hidden // 32),
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "out_hidden_size": shape.hidden,
+        "num_position_embeddings": 256,
+    }
+    if has_states:
+        text |= STATES
+        if shape.experts:
+            text["shared_expert_intermediate_size"] = shape.mlp
+    else:
+        vision["deepstack_visual_indexes"] = list(shape.deepstack)
+    return AutoConfig.for_model(
+        shape.model_type,
+        text_config=text,
+        vision_config=vision,
         image_token_id=token_id("<|image_pad|>"),
         video_token_id=token_id("<|video_pad|>"),
         vision_start_token_id=token_id("<|vision_start|>"),
         vision_end_token_id=token_id("<|vision_end|>"),
         tie_word_embeddings=True,
     )
+
+
+def _rope(shape: Shape, has_states: bool) -> dict[str, Any]:
+    """Return the rotary embedding: a third of the rotated pairs each for time, height and width."""
+    pairs = shape.head_dim // 2
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
+    if has_states:
+        pairs = int(pairs * ROTATED)
+        rope["partial_rotary_factor"] = ROTATED
+    height_width = pairs // 3
+    return rope | {"mrope_section": [pairs - 2 * height_width, height_width, height_width]}
 
 
 def build_image_processor() -> Any:
@@ -159,3 +190,26 @@ def write_untrained(folder: Path, shape: Shape, texts: Iterable[str], seed: int)
     model = PolicyModel.from_config(build_config(shape, tokenizer))
     write_parts(folder, tokenizer, model.config)
     model.save(folder)
+
+
+def write_beginner(folder: Path, shape: Shape, seed: int) -> None:
+    """Write a checkpoint with the bundled starter's tokenizer, and its vision tower where shapes agree.
+
+    All other weights are random. A tower that reads saves most of the lessons.
+    """
+    import torch
+
+    from agents.model.policy import PolicyModel
+    from agents.rendering.renderer import Renderer
+
+    renderer = Renderer.from_checkpoint(STARTER_PATH)
+    torch.manual_seed(seed)
+    model = PolicyModel.from_config(build_config(shape, renderer.tokenizer))
+    taught = PolicyModel.load(STARTER_PATH).state_dict()
+    for name, weight in model.state_dict().items():
+        # The mergers of DeepStack belong to other layers there.
+        fits = name in taught and taught[name].shape == weight.shape
+        if fits and ".visual." in name and ".deepstack" not in name:
+            weight.copy_(taught[name])
+    model.save(folder, torch.float32)
+    renderer.save(folder)

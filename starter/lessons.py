@@ -7,7 +7,7 @@ steps, because few of its tokens depend on one. In a reading lesson every token 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -99,7 +99,7 @@ class Lessons:
         if kind == "numbers":
             return _read(NumberImages(self.split, stage.num_lessons, self.seed, stage.rung)[index])
         if kind == "zoom":
-            problem, image, boxes = self._problems({"style": "small_print"}).drawn(index)
+            problem, image, boxes = self._problems(stage.zoomed).drawn(index)
             return zoomed(problem, image, () if rng.random() < stage.blind_frac else boxes)
         if kind == "attempt" and self.attempts:
             own = rng.choice(self.attempts)
@@ -117,7 +117,7 @@ class Lessons:
             print(f"lesson {index} is left out: {error!r}", flush=True)
             return ""
 
-    def _problems(self, options: dict[str, Any]) -> ProceduralGeo3k:
+    def _problems(self, options: Mapping[str, Any]) -> ProceduralGeo3k:
         return problems_of(self.split, self.stage.num_lessons, self.seed, **options)
 
 

@@ -42,10 +42,10 @@ class Stage:
     """One run of `trainer.sft`: what it teaches, for how long, and how fast.
 
     `shares` has the share of each kind of lesson: "numbers" and "figure" are to be read; "problem" is a demonstration
-    of `mixture`; "zoom" looks at small print enlarged, or in a share `blind_frac` answers at once; "attempt" goes on
-    after a wrong attempt of the policy itself, which plays `num_played` problems before the stage. Numbers are those of
-    a `rung` of the ladder. Figures and problems are of `problems`, which are arguments of `problems_of`, each as
-    often.
+    of `mixture`; "zoom" looks at parts of an image enlarged, or in a share `blind_frac` answers at once; "attempt" goes
+    on after a wrong attempt of the policy itself, which plays `num_played` problems before the stage. Numbers are those
+    of a `rung` of the ladder. Figures and problems are of `problems`, which are arguments of `problems_of`, each as
+    often; what is zoomed into is of `zoomed`.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Stage:
     schedule: str = "constant"
     rung: int = len(LADDER) - 1
     problems: tuple[dict[str, Any], ...] = ({},)
+    zoomed: Mapping[str, Any] = field(default_factory=lambda: {"style": "small_print"})
     mixture: Mixture = field(default_factory=Mixture)
     blind_frac: float = 0.3
     num_played: int = 0

@@ -151,6 +151,7 @@ def test_the_plain_environment_of_the_page_plays_by_its_rules() -> None:
 def test_every_flag_of_the_pages_on_rollouts_and_engines_is_one_of_the_command() -> None:
     text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("rollouts.md", "engines.md"))
     others = {"--enable-fp32-lm-head", "--enable-lora", "--max-lora-rank", "--skip-tokenizer-init"}  # of SGLang
+    others.add("--mamba-full-memory-ratio")  # of SGLang too, and chosen for no starter
     others |= {"--tokenizers", "--only", "--variant", "--images", "--profile"}  # of other commands
     others |= {words[0] for words in chosen_arguments()} | {name for names in NOT_BESIDE.values() for name in names}
     named = set(re.findall(r"--[a-z][a-z0-9-]+", text)) - others

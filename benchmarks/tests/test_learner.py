@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForImageTextToText
 
 from benchmarks import learner
-from benchmarks.flops import forward_flops, triangle
+from benchmarks.flops import active_experts, forward_flops, triangle
 from benchmarks.learner_ours import Options, fresh_model, our_step
 from benchmarks.learner_peers import padded_batches, padded_logprobs, plain_step, score_all
 from benchmarks.learner_profile import breakdown, kind_of
@@ -27,6 +28,7 @@ from benchmarks.learner_workload import (
     real_tokens,
     shape_config,
 )
+from trainer.planning.shape import decoder_weights
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,20 @@ def test_counted_operations_are_those_that_pytorch_counts(config, samples):
     pairs = sum(triangle(len(s.ids_T)) for s in samples)
     everywhere = counted.attention * sum(len(s.ids_T) ** 2 for s in samples) // pairs
     assert counter.get_total_flops() == pytest.approx(counted.total - counted.attention + everywhere, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["2b", "30b-a3b@3"])
+def test_counted_weights_are_the_matrices_that_a_token_uses(name: str) -> None:
+    config = shape_config(name)
+    with torch.device("meta"):
+        decoder = AutoModelForImageTextToText.from_config(config).model.language_model
+    text = config.get_text_config()
+    matrices = {name: weight.numel() for name, weight in decoder.layers.named_parameters() if weight.dim() > 1}
+    experts = sum(size for name, size in matrices.items() if ".experts." in name)
+    if experts:
+        experts = experts * text.num_experts_per_tok // text.num_experts
+    others = sum(size for name, size in matrices.items() if ".experts." not in name)
+    assert decoder_weights(text) + active_experts(text) == others + experts
 
 
 def test_a_shared_prompt_and_its_image_count_once(config, samples):

@@ -22,6 +22,7 @@ from agents.engines.sglang import SGLangEngine
 from envs.config.plugins import give
 from envs.errors import UserError
 from envs.registry import load_registry
+from envs.types import message_images
 from tests.agents.engines.test_sglang_engine import misbehave
 from tests.environments import lucky_lengths
 from tests.flags import last_of_each
@@ -40,6 +41,7 @@ from trainer.export import run as export
 from trainer.learner.lora import add_lora
 from trainer.learner.sharding import trainable_parameters
 from trainer.learner.weights_io import empty_model
+from trainer.rollouts.live import with_image
 from trainer.run import run
 from trainer.types import ModelTokens
 from trainer.weight_sync.sync import WeightSync
@@ -392,9 +394,17 @@ def test_the_same_command_trains_on_servers(checkpoint: Path, server: str, tmp_p
     rows = lines_of(tmp_path / "run" / "metrics.jsonl")
     episodes = episodes_in(tmp_path / "run")
     assert summary["steps_done"] == 2 and all(row["rollout_train_kl"] < 1e-8 for row in rows)
-    assert rows[0]["probe_gap"] < 1e-5
+    assert all(row["probe_gap"] < 1e-5 for row in rows)
     assert [{run[0] for turn in e["turns"] for run in turn["versions"]} for e in episodes] == [{0}] * 4 + [{1}] * 4
     assert not (tmp_path / "run" / "sync").exists()
+
+
+def test_servers_are_probed_with_an_image_even_if_no_problem_shows_one() -> None:
+    """What a server has encoded outlives new weights unless its key changes, which text alone does not show."""
+    text = ({"role": "system", "content": "Count."}, {"role": "user", "content": "3 + 4?"})
+    shown = with_image(text)
+    assert [len(message_images([message])) for message in shown] == [0, 1]
+    assert with_image(shown) is shown
 
 
 def test_a_run_on_servers_goes_on_with_the_weights_of_its_checkpoint(

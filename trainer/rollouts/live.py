@@ -10,9 +10,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from PIL import Image
+
 from agents.cli.text import counted
 from agents.engines.base import Engine, capabilities_of
 from agents.engines.weight_servers import servers_of
+from agents.model.architectures import NO_IMAGE_TOKEN
 from agents.recording import Recorder
 from agents.recording.json_values import json_text
 from agents.recording.manifest import build_manifest
@@ -28,7 +31,7 @@ from envs.execution.load import load_env
 from envs.safe_text import write_text
 from envs.spec import BuildEnv, EnvSpec
 from envs.tool_calls import detect_format
-from envs.types import SampleSource
+from envs.types import Message, SampleSource, content_parts, message_images
 from trainer.checkpoint.run_dir import ENVIRONMENT, EPISODES
 from trainer.config.run import RunConfig
 from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, ways
@@ -350,7 +353,11 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
             engine = engine or run_engine(config, model, folder, room, cleanup)
             transport = build_transport(config, model.facts, learner, engine, folder)
         first = problems.train[0]
-        probed = model.renderer.prompt(first.prompt, problems.tools[spec.part(first.metadata).id])
+        prompt = first.prompt
+        # Only servers keep what older weights made of an image.
+        if servers_of(engine) and model.facts.image_token_id != NO_IMAGE_TOKEN:
+            prompt = with_image(prompt)
+        probed = model.renderer.prompt(prompt, problems.tools[spec.part(first.metadata).id])
         tolerance = config.engine.probe_tolerance
         return LiveContext(
             config=config,
@@ -372,6 +379,14 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
             cleanup=cleanup.pop_all(),
             start=start,
         )
+
+
+def with_image(prompt: Sequence[Message]) -> Sequence[Message]:
+    """Return a prompt that shows an image: its own, or a gradient behind its last message, if that is a user's."""
+    if message_images(prompt) or prompt[-1]["role"] != "user":
+        return prompt
+    shown = {"type": "image", "image": Image.linear_gradient("L").resize((128, 128)).convert("RGB")}
+    return (*prompt[:-1], {**prompt[-1], "content": [*content_parts(prompt[-1]), shown]})
 
 
 @dataclass(frozen=True, eq=False)

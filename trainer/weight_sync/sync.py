@@ -30,7 +30,7 @@ class WeightSync:
 
         sync = WeightSync(learner, DiskTransport(learner, engine, folder), ids, images, image_token_id=9, tolerance=0.1)
         await sync.start()             # both were loaded with version 0: a probe compares them
-        await sync.push(version=1)     # the first push ends with a probe
+        await sync.push(version=1)     # ends with a probe
     """
 
     def __init__(
@@ -48,7 +48,6 @@ class WeightSync:
         self._ids = tuple(probe_ids)
         self._images = tuple(probe_images)
         self._text_T = np.asarray(self._ids[1:]) != image_token_id
-        self._is_push_probed = False
 
     @property
     def engine(self) -> Engine:
@@ -84,20 +83,16 @@ class WeightSync:
     async def push(self, version: int) -> WeightPush:
         """Bring the learner's weights to the engine as `version`.
 
-        Turns in flight pause meanwhile, and go on under the new weights. The first push is followed by a probe.
+        Turns in flight pause meanwhile, and go on under the new weights. A probe follows.
 
         Raises:
             SyncError: the probe shows other weights.
         """
         started = time.perf_counter()
         push = await self._bring(version)
-        push = replace(push, seconds=time.perf_counter() - started)
-        # All pushes go the same way, and a probe costs both sides a forward pass.
-        if self._is_push_probed:
-            return push
-        push = replace(push, probe_gap=await self.probe())
-        self._is_push_probed = True
-        return push
+        seconds = time.perf_counter() - started
+        # Every push: a server may keep what older weights made of an image or of a prefix.
+        return replace(push, seconds=seconds, probe_gap=await self.probe())
 
     async def _bring(self, version: int) -> WeightPush:
         """Pause the engine, push to it, and let it go on."""

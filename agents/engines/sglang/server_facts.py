@@ -10,8 +10,10 @@ import importlib.util
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,36 @@ class Host:
         return cls(torch.cuda.device_count(), _generations(), has_fa3(), has_memory_saver)
 
 
-def max_positions(model_path: str) -> int | None:
-    """Return the tokens of the longest stream that a checkpoint folder was made for; None for a hub id."""
+def text_config(model_path: str) -> dict[str, Any]:
+    """Return the configuration of a checkpoint folder's decoder; {} for a hub id."""
     try:
         config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
     except OSError:
-        return None
-    return config.get("text_config", config)["max_position_embeddings"]
+        return {}
+    return config.get("text_config", config)
+
+
+def max_positions(model_path: str) -> int | None:
+    """Return the tokens of the longest stream that a checkpoint folder was made for; None for a hub id."""
+    return text_config(model_path).get("max_position_embeddings")
+
+
+def state_bytes(text: Mapping[str, Any]) -> int:
+    """Return the bytes of a stream's states in the layers of linear attention; 0 where there are none."""
+    layers = (text.get("layer_types") or ()).count("linear_attention")
+    if not layers:
+        return 0
+    keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
+    values = text["linear_num_value_heads"] * text["linear_value_head_dim"]
+    recurrent = 4 * values * text["linear_key_head_dim"]  # SGLang keeps them in float32
+    window = 2 * (2 * keys + values) * (text["linear_conv_kernel_dim"] - 1)
+    return layers * (recurrent + window)
+
+
+def token_bytes(text: Mapping[str, Any]) -> int:
+    """Return the bytes of a token's keys and values in bfloat16, in the layers with full attention."""
+    layers = text["layer_types"].count("full_attention")
+    return 2 * 2 * layers * text["num_key_value_heads"] * text["head_dim"]
 
 
 def has_fa3() -> bool:

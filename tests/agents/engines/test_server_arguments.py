@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import stat
 import subprocess
@@ -66,6 +67,30 @@ def test_the_context_is_what_the_run_needs_where_the_model_could_read_more() -> 
     assert words(context_length=1024)["--context-length"] == ["1088"]
     assert "--context-length" not in words(context_length=longest) | words(context_length=0)
     assert max_positions("some/hub-id") is None
+
+
+def test_states_get_the_memory_that_fills_up_with_that_of_keys_and_values(tmp_path: Path) -> None:
+    """Five states of 2 x (4 x 512 x 128 + 2 x 3 x 1024) bytes, against 1,024 tokens of 2 x 2 x 2 x 128 bytes."""
+    assert "--mamba-full-memory-ratio" not in words()
+    text = {
+        "max_position_embeddings": 8192,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+
+    def chosen(length: int) -> str:
+        arguments = choose_arguments(SGLangSettings(str(tmp_path), context_length=length), ServerPlace(30000), H100)
+        return " ".join(word for words in arguments for word in words)
+
+    assert "--mamba-full-memory-ratio 2.56 " in chosen(1024) + " "
+    assert "--mamba-full-memory-ratio" not in chosen(0) + chosen(4096)  # SGLang's own share is larger
 
 
 # The command ----------------------------------------------------------------------------------------------------------

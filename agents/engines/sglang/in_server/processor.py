@@ -14,7 +14,8 @@ from agents.engines.sglang.in_server.handover import prepared_prompt
 from agents.engines.sglang.in_server.kept_images import Grid, ImageError, KeptImages, image_entries
 from agents.engines.sglang.in_server.prompts import expand
 
-ARCHITECTURES = tuple(f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"))
+FAMILIES = ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
+ARCHITECTURES = tuple(f"{name}ForConditionalGeneration" for name in FAMILIES)
 
 
 class ImageProcessor(QwenVLImageProcessor):
