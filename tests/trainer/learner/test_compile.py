@@ -27,10 +27,12 @@ import agents.model.attention
 import agents.model.policy
 import trainer.data.packing
 from agents.model import STARTER_PATH, linear_logprobs
+from agents.model.architectures import ARCHITECTURES
 from agents.model.kernel_cache import FOLDERS, keep_kernels
 from agents.model.policy import PolicyModel
 from agents.types import SamplingParams
 from tests.paths import ROOT
+from tests.tiny_models import MODEL_TYPES
 from tests.trainer.steps import Case, Difference, Variant, take_variant
 from trainer.config.inputs import ModelConfig
 from trainer.config.learner import LearnerConfig
@@ -149,21 +151,22 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model_type", "backend", "most"),
+    ("model_type", "backend"),
     [
-        # Two kernels of the scores. Blocks of the decoder with and without gradient, with and without shared prompts;
-        # of the tower with and without gradient, its first block apart, since what that reads is a view.
-        ("qwen3_vl", "aot_eager", 2 + 4 + 4),
-        ("qwen2_5_vl", "aot_eager", 2 + 4 + 6),
+        *((name, "aot_eager") for name in MODEL_TYPES),
         pytest.param(
-            *("qwen3", "inductor", 2 + 4),
+            *("qwen3", "inductor"),
             marks=pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs a C++ compiler"),
         ),
     ],
 )
 def test_compiled_blocks_have_the_same_gradients_and_few_forms(
-    model_type: str, backend: str, most: int, traced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model_type: str, backend: str, traced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    # Two kernels of the scores. Blocks of the decoder with and without gradient, with and without shared prompts; of
+    # the tower with and without gradient, its first block apart, since what that reads is a view.
+    row = ARCHITECTURES[model_type]
+    most = 2 + 4 + 4 * row.vision + 2 * row.windows
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     case = Case.write(tmp_path / model_type, model_type)
     # Some blocks recomputed, some not, and batches of one stream and of several, with images and without.
@@ -240,6 +243,7 @@ def test_the_start_says_that_the_starter_is_not_compiled(caplog: pytest.LogCaptu
 
 COMPILED_SCORES = """
 import torch
+from agents.model.architectures import ARCHITECTURES
 from agents.model.kernel_cache import keep_kernels
 from agents.model.linear_logprobs import linear_scores
 from agents.types import SamplingDistribution
