@@ -114,6 +114,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2_5_vl": Architecture(
         "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor", names_are_saved=False, vision=True, windows=True
     ),
+    "glm4v": Architecture("Glm4vForConditionalGeneration", "Glm4vProcessor", vision=True),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "llama": Architecture("LlamaForCausalLM"),

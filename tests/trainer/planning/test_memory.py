@@ -179,7 +179,7 @@ def kept_bytes(block: nn.Module, taken: dict[int, int], ours: set[int]) -> Calla
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_blocks_keep_what_the_formulas_say(model_type: str) -> None:
-    """Against what autograd keeps of one sequence in bfloat16; softmax's sums and the like are the 3%."""
+    """Against what autograd keeps of one sequence in bfloat16; softmax's sums and the like are the 4%."""
     config = tiny_config(model_type, AutoTokenizer.from_pretrained(STARTER_PATH), tied=False)
     text = config.get_text_config()
     text.hidden_size, text.intermediate_size = 256, 768
@@ -211,7 +211,7 @@ def test_blocks_keep_what_the_formulas_say(model_type: str) -> None:
         with_buckets=True,
     )
     scores = model.token_scores(packed, SamplingDistribution())
-    assert sum(kept[1].values()) / len(ids) == pytest.approx(decoder_block(text), rel=0.03)
+    assert sum(kept[1].values()) / len(ids) == pytest.approx(decoder_block(text), rel=0.04)
     if images:
         assert vision is not None
         # Off the GPU, attention takes the values where the joint projection wrote them: 4 C bytes more stay.
