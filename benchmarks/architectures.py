@@ -39,25 +39,21 @@ from agents.types import GenerateRequest, SamplingParams, Trajectory, Trajectory
 from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
 from envs.env import Env
 from envs.types import Message, Sample, message_images
-from tests.tiny_models import MODEL_TYPES, write_tiny_model
+from tests.tiny_models import MODEL_TYPES, image_processor, write_tiny_model
 from trainer.algorithms.advantages import compute_advantages
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.data.packing import training_samples
 from trainer.learner.fsdp_learner import FSDPLearner
 
-#: The file of each architecture in the folder of templates; there is none with Llama's tokenizer.
+#: The file of each architecture in the folder of templates; there is none with Llama's or GLM's tokenizer.
 TEMPLATES = {
     "qwen3_vl": "qwen3_vl",
     "qwen3_vl_moe": "qwen3_vl",
     "qwen2_5_vl": "qwen2_5_vl",
+    "glm4v": "qwen3_vl",
     "qwen3": "qwen3",
     "qwen2": "qwen2_5",
     "llama": "qwen2_5",
-}
-PROCESSORS = {
-    "qwen3_vl": "Qwen3VLProcessor",
-    "qwen3_vl_moe": "Qwen3VLProcessor",
-    "qwen2_5_vl": "Qwen2_5_VLProcessor",
 }
 NUM_PROMPTS = 40
 GROUP_SIZE = 4
@@ -150,17 +146,19 @@ class Reference:
     def __init__(self, model_type: str, renderer: Renderer) -> None:
         self.tokenizer, self.renderer = renderer.tokenizer, renderer
         self.processor = None
-        if model_type in PROCESSORS:
+        if ARCHITECTURES[model_type].vision:
             import transformers
-            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-            kind: Any = getattr(transformers, PROCESSORS[model_type])
+            kind: Any = getattr(transformers, ARCHITECTURES[model_type].processor)
             # It insists on a video processor, which needs torchvision and has no part in this.
             lenient = type(
                 kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, given: type(given)}
             )
-            images = Qwen2VLImageProcessorPil.from_pretrained(self.tokenizer.name_or_path)
+            images = image_processor(model_type)
             self.processor = lenient(image_processor=images, tokenizer=self.tokenizer, video_processor=None)
+            # The vocabulary is Qwen's, whatever the family calls its placeholder.
+            self.processor.image_token = "<|image_pad|>"
+            self.processor.image_token_id = renderer.image_token_id
 
     def agrees(self, messages: Sequence[Any], num_prompt: int, ids: Sequence[int], images: Sequence[Any]) -> bool:
         """Whether the whole conversation, rendered and processed in one go, gives these ids, pixels and grids."""

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import RESULTS, commit, markdown, write_result
+from tests.tiny_models import MODEL_TYPES
 from tests.trainer.steps import (
     VARIANTS,
     Case,
@@ -30,7 +31,6 @@ from tests.trainer.steps import (
     take_variant,
 )
 
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3", "llama")
 RANKS = (1, 2, 4)
 #: By architecture, kind of what differs, and what it is.
 Found = dict[str, dict[str, dict[str, Difference]]]

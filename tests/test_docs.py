@@ -239,6 +239,16 @@ def test_the_pages_of_the_architecture_name_files_and_what_is_in_them() -> None:
                 assert any(re.search(rf"\b{name}\b", text) for text in texts), f"{word}: {item}"
 
 
+def test_the_page_on_new_models_names_tests_and_files_that_exist() -> None:
+    text = (ROOT / "docs" / "bring-a-model.md").read_text(encoding="utf-8")
+    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert len(named) > 20
+    assert [name for name in named if f"def {name}(" not in source] == []
+    paths = re.findall(r"`((?:agents|envs|tests|trainer)/[\w/.]+)`", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def test_every_term_of_the_glossary_names_a_file_and_has_one_entry() -> None:
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     entries = re.findall(r"^\| ([a-z -]+) \| .* \| `([\w/.]+)` \|$", text, re.MULTILINE)

@@ -142,6 +142,8 @@ def _rope(model_type: str) -> dict[str, Any]:
         sections["mrope_interleaved"] = True
     if ARCHITECTURES[model_type].states:
         sections["partial_rotary_factor"] = 0.25
+    if model_type == "glm4v":  # half of a head turns
+        sections = {"mrope_section": [pairs // 2 - 2, 1, 1], "partial_rotary_factor": 0.5}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
     if ARCHITECTURES[model_type].vision:
         return rope | sections
@@ -153,14 +155,21 @@ def _rope(model_type: str) -> dict[str, Any]:
 
 def image_processor(model_type: str) -> Any:
     """Return the Pillow image processor with the settings of the real checkpoints, but 64 tokens an image at most."""
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    side = 14 if model_type == "qwen2_5_vl" else 16
+    has_clips = model_type in ("qwen2_5_vl", "glm4v")
+    side = 14 if has_clips else 16
     settings: dict[str, Any] = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-    if model_type == "qwen2_5_vl":  # CLIP's
+    if has_clips:
         settings = {
             "image_mean": [0.48145466, 0.4578275, 0.40821073],
             "image_std": [0.26862954, 0.26130258, 0.27577711],
         }
-    size = {"shortest_edge": 4 * (2 * side) ** 2, "longest_edge": 64 * (2 * side) ** 2}
-    return Qwen2VLImageProcessorPil(patch_size=side, merge_size=2, temporal_patch_size=2, size=size, **settings)
+    kind: Any = Qwen2VLImageProcessorPil
+    pixels = (2 * side) ** 2
+    if model_type == "glm4v":  # it counts the pixels of both frames of a patch
+        kind = Glm4vImageProcessorPil
+        pixels *= 2
+    size = {"shortest_edge": 4 * pixels, "longest_edge": 64 * pixels}
+    return kind(patch_size=side, merge_size=2, temporal_patch_size=2, size=size, **settings)

@@ -7,6 +7,7 @@ again, so engine and trainer see the same pixels.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,10 +50,9 @@ class ImageStore:
         """Read the image processor settings of a model folder; None where it has none, as a language model.
 
         Raises:
-            UserError: the settings are not those of a Qwen vision-language model, or cannot process an image.
+            UserError: the settings are not those of a vision-language model of Qwen or GLM, or cannot process an image.
         """
         from transformers import ImageProcessingMixin
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         try:
             settings, _ = ImageProcessingMixin.get_image_processor_dict(path)
@@ -65,11 +65,12 @@ class ImageStore:
             kind = str(settings.get("image_processor_type", ""))
         else:
             kind = ""
-        if not kind.startswith(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")):
-            rule = "must have the image processor of a Qwen vision-language model"
-            raise UserError("--model", rule, kind or "none", "take a Qwen2.5-VL or Qwen3-VL checkpoint")
+        pillow_form = _pillow_form(kind)
+        if pillow_form is None:
+            rule = "must have the image processor of a Qwen or GLM vision-language model"
+            raise UserError("--model", rule, kind or "none", "take a Qwen2.5-VL, Qwen3-VL or GLM-4.1V checkpoint")
         try:
-            processor: Any = Qwen2VLImageProcessorPil.from_dict(_with_limits(settings))
+            processor: Any = pillow_form.from_dict(_with_limits(settings))
             edges = (processor.size["shortest_edge"], processor.size["longest_edge"])
             if None in edges or not 0 < edges[0] <= min(edges[1], MAX_PIXELS):
                 raise ValueError(f"the smallest and largest numbers of pixels are {edges[0]} and {edges[1]}")
@@ -151,6 +152,19 @@ class ImageStore:
         )
 
 
+def _pillow_form(kind: str) -> Any | None:
+    """Return the class that processes images with Pillow, by the `image_processor_type` of a checkpoint; or None."""
+    if kind.startswith(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")):
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil
+    if kind.startswith(("Glm4v", "Glm46V")):
+        from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+
+        return Glm4vImageProcessorPil
+    return None
+
+
 def _with_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return image processor settings whose `min_pixels` and `max_pixels` stand beside `size`.
 
@@ -178,18 +192,20 @@ def stable_size(processor: Any, height: int, width: int) -> tuple[int, int]:
     Raises:
         ValueError: one side is more than 200 times the other.
     """
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
+    module = sys.modules[type(processor).__module__]
     limits = {
         "factor": processor.patch_size * processor.merge_size,
         "min_pixels": processor.size["shortest_edge"],
         "max_pixels": processor.size["longest_edge"],
     }
-    size = smart_resize(height, width, **limits)
+    # GLM's counts the pixels of all frames that a patch holds.
+    if type(processor).__name__.startswith("Glm"):
+        limits |= dict.fromkeys(("num_frames", "temporal_factor"), processor.temporal_patch_size)
+    size = module.smart_resize(height=height, width=width, **limits)
     for _ in range(100):
         longest = MAX_RATIO * min(size)
         size = (min(size[0], longest), min(size[1], longest))
-        again = smart_resize(*size, **limits)
+        again = module.smart_resize(height=size[0], width=size[1], **limits)
         if again == size:
             return size
         size = again

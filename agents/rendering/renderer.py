@@ -31,7 +31,11 @@ from envs.types import Message, content_parts, message_images
 MAX_SHAPES = 256
 #: Groups begin one after the other, so episodes of a group ask for their prompt within this many others.
 MAX_PROMPTS = 256
-_VISION_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+#: Of Qwen's and of GLM's vocabularies.
+_VISION_TOKENS = (
+    *("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
+    *("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +104,8 @@ class Renderer:
         others = {tokenizer.eos_token_id, *stop_ids} & known - {self.closer_id}
         self.stop_ids: tuple[int, ...] = (*sorted(others), self.closer_id)
         #: Ids that the model must never sample: image and video tokens.
-        self.suppressed_ids = tuple(sorted(vocabulary[token] for token in _VISION_TOKENS if token in vocabulary))
+        shown = {image_token, *_VISION_TOKENS} & vocabulary.keys()
+        self.suppressed_ids = tuple(sorted(vocabulary[token] for token in shown))
         self._stops = frozenset(self.stop_ids)
         self._suffixes: OrderedDict[tuple[ModelTemplate, Shape], Suffix | None] = OrderedDict()
         self._prompts: OrderedDict[tuple[Any, ...], tuple[int, ...]] = OrderedDict()

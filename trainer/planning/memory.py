@@ -236,8 +236,9 @@ def decoder_block(config: Any) -> int:
     A norm keeps its input in float32, the factor of its weight, and its output, which the linear layers keep: 8 H bytes
     for hidden size H. Attention keeps queries, keys, values and its output. A gated MLP of size M keeps the outputs of
     both input layers, the activation and the product: 8 M bytes. Qwen3 norms queries and keys and does not keep their
-    output. A token that k experts see is copied for each of them: input and output, 4 H bytes. Qwen3.5's norms keep
-    input and output in float32, and its attention the gate and what it lets through.
+    output. GLM-4.1V norms what attention and MLP give too, and does not keep these outputs: 12 H bytes. A token that k
+    experts see is copied for each of them: input and output, 4 H bytes. Qwen3.5's norms keep input and output in
+    float32, and its attention the gate and what it lets through.
     """
     queries = config.num_attention_heads * head_size(config)
     queries_and_keys = queries + config.num_key_value_heads * head_size(config)
@@ -285,6 +286,8 @@ def _norms_and_mlp(config: Any) -> int:
     hidden = config.hidden_size
     if num_state_layers(config):
         norms = 20 * hidden
+    elif config.model_type.startswith("glm4v"):
+        norms = 28 * hidden
     else:
         norms = 16 * hidden
     if experts := getattr(config, "num_experts_per_tok", 0):
@@ -305,11 +308,13 @@ def vision_block(config: Any) -> int:
     """Return the bytes that a block of the vision tower keeps per patch, with the sizes of a vision configuration.
 
     Qwen3-VL's layer norms keep input and output, its MLP keeps the input and the output of the activation; Qwen2.5-VL's
-    norms and MLP are those of its decoder. Attention keeps queries, keys, values and its output, 2 C bytes each for
-    hidden size C.
+    norms and MLP are those of its decoder. GLM-4.1V's are too; its MLP is as wide as the decoder. Attention keeps
+    queries, keys, values and its output, 2 C bytes each for hidden size C.
     """
     if config.model_type.startswith("qwen2_5"):
         return 24 * config.hidden_size + 8 * config.intermediate_size
+    if config.model_type.startswith("glm4v"):
+        return 24 * config.hidden_size + 8 * config.out_hidden_size
     return 16 * config.hidden_size + 4 * config.intermediate_size
 
 

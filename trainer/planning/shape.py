@@ -126,15 +126,26 @@ def state_flops(text: Any) -> int:
     return states * text.linear_num_value_heads * head
 
 
+def _tower_weights(vision: Any) -> tuple[int, int]:
+    """Return the entries of the matrices of a block's MLP, and of a merger."""
+    width = vision.hidden_size
+    outer = vision.out_hidden_size
+    inner = vision.intermediate_size
+    merged = width * vision.spatial_merge_size**2
+    # GLM-4.1V: gated MLPs in blocks and merger, which alone has the intermediate size.
+    if vision.model_type.startswith("glm4v"):
+        return 3 * width * outer, merged * outer + outer**2 + 3 * outer * inner
+    return 2 * width * inner, merged**2 + merged * outer
+
+
 def vision_flops(vision: Any, grids: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
     """Return the operations of the tower's matrices, mergers included, and of its attention inside each frame."""
     patches = sum(time * height * width for time, height, width in grids)
     pairs = sum(time * (height * width) ** 2 for time, height, width in grids)
     width = vision.hidden_size
-    merged = vision.hidden_size * vision.spatial_merge_size**2
     embed = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
-    block = 4 * width**2 + 2 * width * vision.intermediate_size
-    merger = merged**2 + merged * vision.out_hidden_size
+    mlp, merger = _tower_weights(vision)
+    block = 4 * width**2 + mlp
     # DeepStack merges the output of further layers too.
     mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
     per_patch = embed + vision.depth * block

@@ -9,25 +9,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModel
+from transformers import AutoTokenizer
 
+from agents.model import STARTER_PATH
+from agents.model.architectures import ARCHITECTURES
 from agents.model.mrope import mrope_positions
 from tests.budget import examples
+from tests.by_architecture import VISION_TYPES
+from tests.tiny_models import tiny_config
 
 IMAGE = 9
 MERGE = 2
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=VISION_TYPES)
 def reference(request: pytest.FixtureRequest) -> Any:
-    config = AutoConfig.for_model(
-        request.param,
-        image_token_id=IMAGE,
-        text_config={"num_hidden_layers": 1},
-        vision_config={"spatial_merge_size": MERGE, "depth": 1, "deepstack_visual_indexes": [0]},
-    )
+    config = tiny_config(request.param, AutoTokenizer.from_pretrained(STARTER_PATH), tied=False)
+    config.image_token_id = IMAGE
     with torch.device("meta"):  # its positions need no weights
-        return AutoModel.from_config(config)
+        network: Any = ARCHITECTURES[request.param].build(config)
+    return network.model
 
 
 def stream(pieces: list[int], grids: list[tuple[int, int, int]]) -> np.ndarray:

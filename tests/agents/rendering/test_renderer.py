@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoTokenizer
 
+from agents.model import STARTER_PATH
 from agents.rendering.images import ImageStore
 from agents.rendering.renderer import Renderer
 from envs.errors import UserError
@@ -257,6 +258,17 @@ def test_the_special_ids_are_those_of_the_tokenizer(any_renderer: Renderer) -> N
         name(list(any_renderer.suppressed_ids))
     )
     assert not set(any_renderer.stop_ids) & set(any_renderer.suppressed_ids)
+
+
+@pytest.mark.parametrize("token", ["<|image|>", "<|a_placeholder_of_a_new_family|>"])
+def test_a_models_own_image_token_is_never_written(token: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(STARTER_PATH)
+    tokenizer.add_special_tokens({"additional_special_tokens": [token]})
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|image_pad|>", token)
+    renderer = Renderer(tokenizer, ImageStore(build_image_processor(), merge_size=2), image_token=token)
+    rendered = renderer.prompt(question("Find x.", make_image(seed=1)))
+    assert renderer.image_token_id in renderer.suppressed_ids
+    assert rendered.ids.count(tokenizer.convert_tokens_to_ids(token)) == rendered.images[0].num_tokens
 
 
 def test_the_decoded_text_of_a_turn_lacks_its_stop_token_only(renderer: Renderer) -> None:

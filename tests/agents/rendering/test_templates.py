@@ -563,7 +563,7 @@ def test_a_vision_model_without_image_processor_is_a_user_error(checkpoint: Path
 def test_another_models_image_processor_is_a_user_error(checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "model")
     (tmp_path / "model" / "preprocessor_config.json").write_text('{"image_processor_type": "SiglipImageProcessor"}')
-    with pytest.raises(UserError, match="must have the image processor of a Qwen vision-language model"):
+    with pytest.raises(UserError, match="must have the image processor of a Qwen or GLM vision-language model"):
         Renderer.from_checkpoint(tmp_path / "model")
 
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from agents.model.architectures import ARCHITECTURES
 from agents.model.policy import PolicyModel
 from tests.builders import fresh_model, full_logprobs
+from tests.by_architecture import TEXT_TYPES, VISION_TYPES, OnDemand, all_but_two_slow
+from tests.tiny_models import MODEL_TYPES
 from tests.trainer.steps import (
     VARIANTS,
     Case,
@@ -35,7 +36,6 @@ from trainer.config.learner import LearnerConfig, OptimConfig
 from trainer.data.packing import collate, pack_rows
 from trainer.types import TrainingSample
 
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen3", "llama")
 #: Far enough that some ratios of a second update are clipped.
 FAST = OptimConfig(lr=3e-3, warmup_steps=0)
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
@@ -43,12 +43,12 @@ needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    return {name: Case.write(tmp_path_factory.mktemp(name), name) for name in MODEL_TYPES}
+    return OnDemand(lambda name: Case.write(tmp_path_factory.mktemp(name), name))
 
 
 @pytest.fixture(scope="module")
 def one_batch(cases: dict[str, Case]) -> dict[str, Stepped]:
-    return {name: take_variant(case, Variant()) for name, case in cases.items()}
+    return OnDemand(lambda name: take_variant(cases[name], Variant()))
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +66,19 @@ def assert_same_step(got: Stepped, expected: Stepped) -> None:
     assert got.stats.objective == pytest.approx(dict(expected.stats.objective), rel=1e-4, abs=1e-7)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", all_but_two_slow())
 def test_the_streams_have_what_could_go_wrong(
     cases: dict[str, Case], one_batch: dict[str, Stepped], model_type: str
 ) -> None:
     samples = cases[model_type].samples
     assert len(samples) == 12 and {int(s.turns_T.max()) for s in samples} == {1, 2, 3}
     assert {s.advantage > 0 for s in samples} == {True, False} and any(s.advantage == 0 for s in samples)
-    if ARCHITECTURES[model_type].vision:
+    if model_type in VISION_TYPES:
         assert {s.num_prefix_images for s in samples} == {0, 1, 2}
         assert {len(s.images) - s.num_prefix_images for s in samples} == {0, 1}
     rows = pack_rows(samples, 100_000)
     assert len(rows) == 4 and len(pack_rows(samples, 1)) == 12
-    assert 1 < len(pack_rows(samples, 150)) < 12 or model_type in ("qwen3", "llama")
+    assert 1 < len(pack_rows(samples, 150)) < 12 or model_type in TEXT_TYPES
     apart = VARIANTS["packing", "prompts apart"].rearranged(samples)
     assert len(pack_rows(apart, 100_000)) == 12
     figures = one_batch[model_type].stats.objective
@@ -87,7 +87,7 @@ def test_the_streams_have_what_could_go_wrong(
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=": ".join)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", all_but_two_slow())
 def test_a_step_is_the_same(
     cases: dict[str, Case], one_batch: dict[str, Stepped], model_type: str, variant: tuple[str, str]
 ) -> None:
@@ -102,7 +102,8 @@ RANKS = {1: LearnerConfig(), 2: LearnerConfig(reshard="never"), 4: LearnerConfig
 def ranks(
     request: pytest.FixtureRequest, cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Stepped]:
-    return steps_on_ranks(cases, request.param, tmp_path_factory.mktemp("ranks"), RANKS[request.param])
+    every = {name: cases[name] for name in MODEL_TYPES}
+    return steps_on_ranks(every, request.param, tmp_path_factory.mktemp("ranks"), RANKS[request.param])
 
 
 @pytest.mark.slow
@@ -114,13 +115,13 @@ def test_ranks_with_uneven_shares_take_the_same_step(
 
 
 @needs_peft
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", all_but_two_slow())
 def test_adapters_have_the_gradients_of_the_merged_network(cases: dict[str, Case], model_type: str) -> None:
     difference = Difference.between(*adapters_and_merged(cases[model_type]))
     assert difference.loss < 1e-5 and difference.gradient < 2e-5 and difference.worst_gradient < 2e-5, difference
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3"])
+@pytest.mark.parametrize("model_type", all_but_two_slow())
 def test_the_second_of_two_minibatches_is_the_same_however_both_are_cut(
     cases: dict[str, Case], one_batch: dict[str, Stepped], model_type: str
 ) -> None:
@@ -142,7 +143,7 @@ def test_two_updates_with_the_optimizer_on_the_host_give_the_same_weights_bit_fo
     assert all(torch.equal(moved.weights[name], weight) for name, weight in kept.weights.items())
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+@pytest.mark.parametrize("model_type", VISION_TYPES)
 def test_packed_tokens_stand_where_transformers_puts_them_in_their_own_streams(
     cases: dict[str, Case], model_type: str
 ) -> None:

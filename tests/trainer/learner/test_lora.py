@@ -17,6 +17,7 @@ from agents.model.policy import PolicyModel
 from agents.types import SamplingParams
 from envs.errors import UserError
 from tests.builders import fresh_model
+from tests.by_architecture import all_but_two_slow
 from tests.processes import run_ranks
 from tests.tiny_models import MODEL_TYPES, write_tiny_model
 from tests.trainer.networks import assert_same_tensors, logits, parameters, shard
@@ -180,7 +181,7 @@ def test_without_peft_the_way_to_get_it_is_named(checkpoints: dict[str, Path], m
         add_lora(fresh_model(checkpoints["qwen3"]), LearnerConfig(lora_rank=4))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_disabled_adapters_leave_the_base_model(checkpoints: dict[str, Path], model_type: str) -> None:
     model = trained(checkpoints[model_type])
     with_adapters = logits(model)
@@ -226,7 +227,7 @@ def frozen_bf16(path: Path, compute: torch.dtype) -> PolicyModel:
 
 @pytest.mark.parametrize("reference_first", [False, True])
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("model_type", all_but_two_slow())
 def test_fsdp_trains_float32_adapters_of_a_frozen_bfloat16_base(
     checkpoints: dict[str, Path], model_type: str, compute: torch.dtype, reference_first: bool
 ) -> None:

@@ -118,7 +118,7 @@ def test_tied_weights_stay_one_parameter(checkpoints: dict[str, Path], name: str
     assert (network.lm_head.weight is embedding) == model.config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("name", MODEL_TYPES)
 def test_several_files_are_read_as_one(checkpoints: dict[str, Path], name: str, tmp_path: Path) -> None:
     model = empty_model(checkpoints[name])
     load_weights(model, in_shards(checkpoints[name], tmp_path / "many"), "cpu")

@@ -26,8 +26,9 @@ from envs.config.settings import leaves
 from envs.errors import UserError
 from envs.success import Success
 from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, renderer_for
+from tests.by_architecture import VISION_TYPES
 from tests.paths import ROOT
-from tests.tiny_models import tiny_config, write_tiny_model
+from tests.tiny_models import image_processor, tiny_config, write_tiny_model
 from tests.trainer.preflight.planted_faults import (
     CONTROL,
     FAULTS,
@@ -52,7 +53,7 @@ from trainer.preflight.checks.chat_template import check_conventions
 from trainer.preflight.checks.engine_agreement import check_agreement
 from trainer.preflight.checks.free_memory import FreeMemory, host_free
 from trainer.preflight.checks.gold_answers import AnswerRewards, check_answers
-from trainer.preflight.checks.image_processing import check_patches, noise_image
+from trainer.preflight.checks.image_processing import check_patches, noise_image, read_settings
 from trainer.preflight.checks.memory import check_memory, memory_need
 from trainer.preflight.checks.prompt_lengths import check_lengths
 from trainer.preflight.checks.storage import DiskNeed, check_folder
@@ -401,6 +402,16 @@ def test_patches_must_have_the_familys_colours_and_the_images() -> None:
     assert "image_std [1.0, 1.0, 1.0], qwen3_vl was trained with" in other.found
     grey = replace(patches, pixels_PD=np.zeros_like(patches.pixels_PD))
     assert "channels have the means [0.0, 0.0, 0.0]" in check_patches(grey, settings, "qwen3_vl").found
+
+
+def test_the_colours_of_every_family_that_reads_images_are_known(tmp_path: Path) -> None:
+    for model_type in VISION_TYPES:
+        folder = tmp_path / model_type
+        image_processor(model_type).save_pretrained(folder)
+        store = ImageStore.find(folder)
+        assert store
+        verdict = check_patches(store.process(noise_image()), read_settings(folder), model_type)
+        assert verdict.status == "ok", verdict
 
 
 def test_what_the_learner_keeps_must_fit_beside_servers_that_free_their_memory_while_it_trains() -> None:

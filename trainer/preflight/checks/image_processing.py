@@ -18,18 +18,20 @@ from envs.checks import Verdict, fault, ok
 #: The mean of a channel of patches may differ by this much from that of the image's bytes, which rounds otherwise.
 MAX_MEAN_GAP = 1e-3
 _HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
+_CLIP = {
+    "image_mean": (0.48145466, 0.4578275, 0.40821073),
+    "image_std": (0.26862954, 0.26130258, 0.27577711),
+}
 #: Mean and standard deviation by channel, of pixels over 255, that a family of networks was trained with. By
-#: `model_type`, from preprocessor_config.json of Qwen/Qwen3-VL-2B-Instruct, Qwen/Qwen3-VL-30B-A3B-Instruct, and
-#: Qwen/Qwen2.5-VL-3B-Instruct, which has CLIP's values.
+#: `model_type`, from preprocessor_config.json of Qwen/Qwen3-VL-2B-Instruct, Qwen/Qwen3-VL-30B-A3B-Instruct and
+#: Qwen/Qwen2.5-VL-3B-Instruct, and from the defaults of GLM's image processor in Transformers.
 FAMILIES: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     "qwen3_vl": _HALF,
     "qwen3_vl_moe": _HALF,
     "qwen3_5": _HALF,
     "qwen3_5_moe": _HALF,
-    "qwen2_5_vl": {
-        "image_mean": (0.48145466, 0.4578275, 0.40821073),
-        "image_std": (0.26862954, 0.26130258, 0.27577711),
-    },
+    "qwen2_5_vl": _CLIP,
+    "glm4v": _CLIP,
 }
 
 
