@@ -50,7 +50,7 @@ docs: $(STAMP) ## build the documentation's site in build/site; a link that lead
 	$(BIN)/sphinx-build -c docs --fresh-env --fail-on-warning --keep-going --nitpicky --quiet . build/site
 	cp build/site/README.html build/site/index.html
 
-release: $(STAMP) ## build wheel and source archive in dist; resolve every extra and check licences, in ten minutes
+release: $(STAMP) ## build wheel and source archive in dist; resolve every extra, in ten minutes
 	rm -rf dist
 	$(BIN)/python -m build --quiet
 	$(BIN)/python -m tests.packages dist/*.whl

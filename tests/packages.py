@@ -1,6 +1,7 @@
 """The packages that each extra brings, and their licences: `python -m tests.packages dist/WHEEL`, with network.
 
-pip resolves each extra for a new environment and installs nothing. A licence that is not permissive is an error.
+pip resolves each extra for a new environment and installs nothing. An extra that does not resolve is an error; a
+licence that is not known to be permissive is named.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tests.paths import ROOT
 
 #: Licences that ask nothing of the code beside theirs. MPL-2.0 asks for changes to its own files.
 PERMISSIVE = re.compile(
-    r"apache|bsd|isc|mit\b|mit-|mpl-2\.0|mozilla public|psf|python software foundation|unlicense", re.IGNORECASE
+    r"apache|bsd|isc|mit\b|mpl-2\.0|mozilla public|psf|public domain|python software foundation|unlicense",
+    re.IGNORECASE,
 )
 COPYLEFT = re.compile("GPL|General Public", re.IGNORECASE)
 #: docutils has an Emacs mode under the GPL, which its wheel leaves out. CUDA's libraries may be used, not changed.
@@ -50,7 +52,7 @@ def resolve(wheel: str, extra: str) -> list[dict[str, Any]]:
 
 
 def main(wheel: str) -> int:
-    """Resolve every extra, and print the packages with a licence that is not permissive."""
+    """Resolve every extra; print its packages whose licence is not known to be permissive."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     failed = 0
     for extra in project["optional-dependencies"]:
@@ -60,9 +62,8 @@ def main(wheel: str) -> int:
             print(f"{extra}: does not resolve")
             failed = 1
             continue
-        refused = [f"{package['name']} ({licence_of(package)})" for package in packages if not is_permissive(package)]
-        print(f"{extra}: {len(packages)} packages; licences that are not permissive: {', '.join(refused) or 'none'}")
-        failed |= bool(refused)
+        others = [f"{package['name']} ({licence_of(package)})" for package in packages if not is_permissive(package)]
+        print(f"{extra}: {len(packages)} packages; licences not known to be permissive: {', '.join(others) or 'none'}")
     return failed
 
 
