@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 REFERENCE := $(addprefix trueturn.,environment training evaluating recorded runs rewards) trainer.callbacks agents.types envs.env envs.tool_env
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint reference mutation clean
+.PHONY: help install demo test test-all lint docs release reference mutation clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
@@ -45,6 +45,15 @@ lint: $(STAMP) ## check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(STAMP) ## build the documentation's site in build/site; a link that leads nowhere fails
+	$(BIN)/sphinx-build -c docs --fresh-env --fail-on-warning --keep-going --nitpicky --quiet . build/site
+	cp build/site/README.html build/site/index.html
+
+release: $(STAMP) ## build wheel and source archive in dist; resolve every extra, in ten minutes
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m tests.packages dist/*.whl
 
 reference: $(STAMP) ## write the reference of the Python API to build/reference
 	$(BIN)/pdoc --output-directory build/reference --docformat google $(REFERENCE)

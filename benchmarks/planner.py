@@ -26,18 +26,20 @@ LONG = Workload(
     prompt_tokens=250, image_tokens=110, turns=1.7, turn_tokens=206, observation_tokens=30, tool_s=0.0, spread=0.16
 )
 #: Variant of `asynchrony_2b.json` with long episodes, machine, staleness, whether the cache is kept and GPUs are
-#: shared, seconds of a new image (0.035 before images were encoded by CUDA graphs).
+#: shared, seconds of a new image (0.013 while images were encoded by CUDA graphs), learners, as many as servers.
 RUNS = (
-    ("h100-split-0", "h100", 0, False, False, 0.035),
-    ("h100-split-1", "h100", 1, False, False, 0.035),
-    ("h100-one-gpu", "h100", 0, False, True, 0.035),
-    ("h200-split-0", "h200", 0, False, False, 0.035),
-    ("h200-split-2", "h200", 2, False, False, 0.035),
-    ("h200-split-2-keep", "h200", 2, True, False, 0.035),
-    ("h200-split-4", "h200", 4, False, False, 0.035),
-    ("h200-split-4-keep", "h200", 4, True, False, 0.035),
-    ("graphs-split-0", "h100", 0, False, False, 0.013),
-    ("graphs-split-2-keep", "h100", 2, True, False, 0.013),
+    ("h100-split-0", "h100", 0, False, False, 0.035, 1),
+    ("h100-split-1", "h100", 1, False, False, 0.035, 1),
+    ("h100-one-gpu", "h100", 0, False, True, 0.035, 1),
+    ("h200-split-0", "h200", 0, False, False, 0.035, 1),
+    ("h200-split-2", "h200", 2, False, False, 0.035, 1),
+    ("h200-split-2-keep", "h200", 2, True, False, 0.035, 1),
+    ("h200-split-4", "h200", 4, False, False, 0.035, 1),
+    ("h200-split-4-keep", "h200", 4, True, False, 0.035, 1),
+    ("graphs-split-0", "h100", 0, False, False, 0.013, 1),
+    ("graphs-split-2-keep", "h100", 2, True, False, 0.013, 1),
+    ("split22-0", "h100", 0, False, False, 0.035, 2),
+    ("split22-2-keep", "h100", 2, True, False, 0.035, 2),
 )
 #: Of the learner's benchmarks: prompts of 260 tokens, 110 of an image, responses of 644 with 5 % tool output.
 GEO3K = Workload(prompt_tokens=150, image_tokens=110, turns=2, turn_tokens=306, observation_tokens=32)
@@ -83,15 +85,16 @@ class Compared:
 
 
 def whole_runs(shape: ModelShape) -> Iterator[Compared]:
-    """Predict the recorded runs of one learner and one server with 16 problems of 8 episodes a step."""
+    """Predict the recorded runs, which have 16 problems of 8 episodes a step for each learner."""
     measured = json.loads((RESULTS / "asynchrony_2b.json").read_text(encoding="utf-8"))["by_variant"]
-    for name, machine, staleness, keeps, shares, image_s in RUNS:
+    for name, machine, staleness, keeps, shares, image_s, learners in RUNS:
         found = measured[name]
         tokens = found["tokens_per_s"] / found["samples_per_s"]  # of an episode
         workload = LONG.model_copy(update={"turn_tokens": tokens / LONG.turns})
         hardware = Hardware.read(machine).model_copy(update={"image_s": image_s})
-        schedule = Schedule(problems_per_step=16, max_staleness=staleness, keep_kv_cache=keeps)
-        layout = PlannedLayout("colocate" if shares else "split", Plan(tokens=16384), 1, 1, cache_tokens=1e6)
+        schedule = Schedule(problems_per_step=16 * learners, max_staleness=staleness, keep_kv_cache=keeps)
+        placement = "colocate" if shares else "split"
+        layout = PlannedLayout(placement, Plan(learners, tokens=16384), learners, 1, cache_tokens=1e6)
         forecast = Speed(shape, hardware, workload, schedule).forecast(layout)
         yield Compared(f"2B, {name}", "training, s", forecast.train_s, found["train_s"])
         yield Compared(f"2B, {name}", "samples/s", forecast.samples_per_s, found["samples_per_s"])

@@ -258,25 +258,6 @@ def test_every_term_of_the_glossary_names_a_file_and_has_one_entry() -> None:
     assert [path for _, path in entries if not (ROOT / path).is_file()] == []
 
 
-def test_every_local_link_of_the_pages_leads_to_a_file_and_a_heading() -> None:
-    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    for source in pages:
-        for target in re.findall(r"\]\(([^)\s]+)\)", source.read_text(encoding="utf-8")):
-            if target.startswith("http"):
-                continue
-            name, _, heading = target.partition("#")
-            file = (source.parent / name).resolve() if name else source
-            assert file.exists(), f"{source.name}: {target}"
-            assert not heading or heading in headings(file), f"{source.name}: {target}"
-
-
-def headings(file: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(r"^```.*?^```", "", file.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
 def test_every_file_that_a_page_names_exists() -> None:
     pattern = r"(?<![\w/.-])((?:agents|benchmarks|docs|envs|tests|trainer)/[\w./-]+\.(?:py|md|jsonl?|yaml|jinja|png))"
     for source in [*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:

@@ -88,8 +88,3 @@ def test_every_file_that_the_readme_names_exists() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 150
-
-
-def test_every_local_link_of_the_readme_leads_somewhere() -> None:
-    links = [target for target in re.findall(r"\]\(([^)#]+)\)", README) if not target.startswith("http")]
-    assert links and all((ROOT / target).exists() for target in links), links
