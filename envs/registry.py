@@ -172,7 +172,7 @@ def parse_entry(source: str, env_id: object, entry: object) -> EnvSpec:
     if not isinstance(env_id, str):
         raise UserError(where, "must have a text as its id", type(env_id).__name__, f'write "{env_id}": in quotes')
     # `origin` and `parts` are ours, and the id stands before the entry.
-    keys = sorted(set(EnvSpec.model_fields) - {"id", "origin", "parts"} | {"gymnasium"})
+    keys = sorted(set(EnvSpec.model_fields) - {"id", "origin", "parts"} | {"gymnasium", "mcp"})
     if not isinstance(entry, dict):
         raise UserError(where, "must be a mapping", type(entry).__name__, f"give the keys {', '.join(keys)}")
     for key in entry:

@@ -167,6 +167,27 @@ class EnvSpec(BaseModel):
             entry["dataset_options"] = {"description": entry.get("description", ""), **entry["options"]}
         return entry
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_mcp(cls, entry: Any) -> Any:
+        """Expand `mcp: [SERVER, ...]`, the one-line entry of an environment whose tools are those of MCP servers."""
+        if not isinstance(entry, dict) or "mcp" not in entry:
+            return entry
+        entry = dict(entry)
+        servers = entry.pop("mcp")
+        if not (isinstance(servers, list) and servers and all(isinstance(server, str) for server in servers)):
+            raise ValueError(f"mcp must be a list of commands and URLs, got {servers!r}")
+        if entry.get("isolation") == "inline":
+            raise ValueError("mcp needs isolation: thread or process, because servers may hang, got inline")
+        options = entry.get("options", {})
+        # A class of the user's own may take more.
+        if "entry_point" not in entry and options not in ({}, {"shared": True}, {"shared": False}):
+            raise ValueError(f"options of mcp must be shared: true or false, got {options}")
+        entry.setdefault("entry_point", "envs.from_mcp:FromMcp")
+        if isinstance(options, Mapping):  # else the check of the field says so
+            entry["options"] = {**options, "servers": servers}
+        return entry
+
     @model_validator(mode="after")
     def _check_limits(self) -> EnvSpec:
         if self.memory_limit_gib and self.isolation != "process":

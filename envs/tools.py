@@ -128,7 +128,7 @@ class Tool:
         """Example values of the required arguments: ``{"answer": "...", "pieces": 1}``."""
         parameters = self.schema["function"]["parameters"]
         required = parameters.get("required", ())
-        return {name: _example(parameters["properties"][name]) for name in required}
+        return {name: _example(parameters["properties"].get(name)) for name in required}
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments converted to the method's types; omitted arguments with a default stay omitted.
@@ -156,7 +156,10 @@ class Tool:
     def _validated(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         model = self.arguments.model_validate(dict(arguments))
         fields = self.arguments.model_fields
-        return {fields[field].alias or field: getattr(model, field) for field in model.model_fields_set}
+        known = {
+            fields[field].alias or field: getattr(model, field) for field in fields if field in model.model_fields_set
+        }
+        return known | (model.model_extra or {})
 
     def _explain(self, error: ValidationError) -> str:
         known = self.schema["function"]["parameters"]["properties"]
@@ -255,7 +258,9 @@ def _tidy(schema: Any) -> Any:
     }
 
 
-def _example(schema: Mapping[str, Any]) -> Any:
+def _example(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):  # a stranger's schema may be True, or missing
+        return "..."
     if schema.get("enum"):
         return schema["enum"][0]
     examples = {"integer": 1, "number": 0.5, "boolean": True, "array": [], "object": {}}

@@ -19,7 +19,8 @@ R = TypeVar("R")
 
 
 @functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
+def loop_of_users() -> asyncio.AbstractEventLoop:
+    """Return the loop, which runs on a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="coroutines of users").start()
     return loop
@@ -27,7 +28,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 async def await_within(limit_s: float | None, names: CallNames, coroutine: Coroutine[Any, Any, R]) -> R:
     """Await a user's coroutine within a time limit, if there is one; every exception becomes an `EnvFault`."""
-    waiting = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_guarded(names, coroutine), _loop()))
+    waiting = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_guarded(names, coroutine), loop_of_users()))
     try:
         done, _ = await asyncio.wait([waiting], timeout=limit_s)
         if done:
