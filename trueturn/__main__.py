@@ -27,6 +27,7 @@ COMMANDS = {
     "check_engine": ("agents.check_engine", "Check an engine without a run."),
     "new": ("envs.new", "Start a new environment."),
     "list": ("envs.list", "List the environments of the registry."),
+    "serve": ("envs.serve", "Serve an environment to OpenEnv's clients."),
     "play": ("agents.play", "Play an environment in the terminal."),
     "replay": ("agents.replay", "Replay recorded episodes through an environment."),
     "view": ("agents.view", "Show recorded runs in a browser."),
