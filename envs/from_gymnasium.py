@@ -11,29 +11,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from random import Random
 from typing import Annotated, Any, Literal
 
 import gymnasium
 import numpy as np
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
+from envs.bridges import ActionEnv, BridgeOptions, SeededSamples, check_split, user_observation
 from envs.env import EnvArgs
-from envs.errors import UserError, did_you_mean
-from envs.tool_calls import ToolCallError
-from envs.tool_env import ToolEnv
+from envs.errors import UserError
 from envs.tools import ToolError, to_content
-from envs.types import Content, MadeSamples, Sample, plain_text
+from envs.types import Sample
 
-SPLITS = ("demonstrations", "train", "heldout")
 MAX_SHOWN_CHARS = 100
 
 _COLOUR_CODE = re.compile(r"\x1b\[([\d;]*)m")
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white", "crimson")
 
 
-class GymnasiumOptions(BaseModel):
+class GymnasiumOptions(BridgeOptions):
     """A registry entry's settings for Gymnasium: `gymnasium` gives the id, `options` the rest.
 
     Example::
@@ -41,7 +38,7 @@ class GymnasiumOptions(BaseModel):
         GymnasiumOptions(id="FrozenLake-v1", kwargs={"is_slippery": False}, actions=["left", "down", "right", "up"])
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    framework = "gymnasium"
 
     id: str = Field(min_length=1, description="id for gymnasium.make; module:id imports the module first")
     kwargs: Mapping[str, Any] = Field(default={}, description="keywords for gymnasium.make")
@@ -50,24 +47,6 @@ class GymnasiumOptions(BaseModel):
     prompt: str = Field(
         default="", description="instructions for the model; empty: derived from description and action space"
     )
-
-    @classmethod
-    def read(cls, options: Mapping[str, Any]) -> GymnasiumOptions:
-        """Return the validated options.
-
-        Raises:
-            UserError: a key is unknown, a value is wrong, or there is no id.
-        """
-        try:
-            return cls.model_validate(dict(options))
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = str(first["loc"][0])
-            if first["type"] == "extra_forbidden":
-                fix = did_you_mean(key, cls.model_fields)
-                raise UserError("gymnasium options", "must have known keys only", key, fix) from error
-            got = "nothing" if first["type"] == "missing" else first["input"]
-            raise UserError(f"gymnasium options {key}", first["msg"].lower(), got, "fix the value") from error
 
     def make(self) -> gymnasium.Env[Any, Any]:
         """Create the environment; it renders as text if its observations are not text and it supports that.
@@ -120,7 +99,7 @@ class GymnasiumOptions(BaseModel):
         return f"{start} Act with calls of the tool act. The actions are {actions}."
 
 
-class GymnasiumSamples(MadeSamples):
+class GymnasiumSamples(SeededSamples):
     """Episodes of a Gymnasium environment: the instructions as prompt, and the environment's seed.
 
     Seeds of different splits are never the same. Sample i depends on seed, split and i alone.
@@ -138,26 +117,14 @@ class GymnasiumSamples(MadeSamples):
         Raises:
             UserError: the split is unknown, the size is negative, or an option is wrong; see `GymnasiumOptions.make`.
         """
-        if split not in SPLITS:
-            raise UserError("split", "must be a known split", split, did_you_mean(split, SPLITS))
-        super().__init__(size)
-        self.split = split
-        self.seed = seed
-        self.options = GymnasiumOptions.read(options)
-        env = self.options.make()
-        self.instructions = self.options.instructions(env)
+        check_split(split)
+        checked = GymnasiumOptions.read(options)
+        env = checked.make()
+        super().__init__(split, size, seed, checked.id, checked.instructions(env))
         env.close()
 
-    def make(self, place: int) -> Sample:
-        """Return the episode at a place."""
-        return Sample(
-            id=f"{self.options.id}-{self.split}-{self.seed}-{place}",
-            prompt=({"role": "user", "content": self.instructions},),
-            metadata={"seed": _episode_seed(f"{self.seed}/{self.split}/{place}", self.split)},
-        )
 
-
-class FromGymnasium(ToolEnv):
+class FromGymnasium(ActionEnv):
     """One episode of a Gymnasium environment, whose rewards are those of the turns, on the entry's scale.
 
     Discrete actions are calls of the tool `act`; a turn without a call is asked for one. With Text actions, the model's
@@ -184,8 +151,8 @@ class FromGymnasium(ToolEnv):
         super().__init__(sample, args)
         self.options = GymnasiumOptions.read(args.options)
         self.inner = self.options.make()
-        self._takes_text = isinstance(self.inner.action_space, gymnasium.spaces.Text)
-        if not self._takes_text:
+        self.takes_text = isinstance(self.inner.action_space, gymnasium.spaces.Text)
+        if not self.takes_text:
             self._offer_actions(self.inner.action_space)
 
     def _offer_actions(self, space: Any) -> None:
@@ -194,7 +161,7 @@ class FromGymnasium(ToolEnv):
 
         def act(action: Any) -> Any:
             """Take an action."""
-            return self._take(first + names.index(action) if names else action)
+            return self.take(first + names.index(action) if names else action)
 
         numbers = Annotated[int, Field(ge=first, le=first + int(space.n) - 1)]
         act.__annotations__["action"] = Literal[names] if names else numbers
@@ -203,38 +170,16 @@ class FromGymnasium(ToolEnv):
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Start the environment with the sample's seed; the observation shows its first state."""
         super().reset()
-        # Samples of other data sets have no seed; derive one from the id, so that a sample always starts alike.
-        seed = self.sample.metadata.get("seed", _episode_seed(self.sample.id, SPLITS[0]))
+        seed = self.episode_seed
         observation, _ = self.inner.reset(seed=seed)
-        return _observation(to_content(self._show(observation))), {"seed": seed}
-
-    def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        """Take the action, or make the calls, that the model wrote."""
-        if not self._takes_text:
-            return super().step(response_text)
-        self.turn += 1
-        self.info = {}
-        action = response_text.strip()
-        try:
-            content = to_content(self._take(action))
-        except ToolError as error:
-            content = str(error)
-        return _observation(content), self.done, {"tool_calls": [], **self.info}
-
-    def no_call(self, response_text: str) -> str:
-        """Ask for the missing call."""
-        return self.explain(ToolCallError("there is no call"), "No action was taken.")
-
-    def reward(self, final_text: str) -> float:
-        """Return the reward where all turns have 0: what a score of 0 is on the entry's scale."""
-        return self.args.reward(0.0)
+        return user_observation(to_content(self._show(observation))), {"seed": seed}
 
     def close(self) -> None:
         """Close the Gymnasium environment."""
         super().close()
         self.inner.close()
 
-    def _take(self, action: int | str) -> Any:
+    def take(self, action: int | str) -> Any:
         """Take one action; return what the model sees of the next state."""
         if self.done:
             raise ToolError("The episode has ended.", "ended")
@@ -246,12 +191,8 @@ class FromGymnasium(ToolEnv):
         except gymnasium.error.InvalidAction as error:
             raise ToolError(f"No action was taken: {error}", "illegal_action") from error
         self.done = bool(terminated or truncated)
-        self.info |= {
-            # Several calls may stand in one turn. A score of 0 must add nothing, whatever the entry's scale.
-            "reward": self.info.get("reward", 0.0) + self.args.reward(float(reward)) - self.args.reward(0.0),
-            "terminated": bool(terminated),
-            "truncated": bool(truncated),
-        }
+        self.earn(reward)
+        self.info |= {"terminated": bool(terminated), "truncated": bool(truncated)}
         if (key := self.args.success_key) in inner_info:
             value = inner_info[key]
             self.info[key] = value.item() if isinstance(value, np.generic) else value
@@ -319,14 +260,3 @@ def _not_in(space: Any, action: str) -> str:
     length = f"{space.min_length} to {space.max_length}"
     allowed = f" of {space.characters!r}" if len(space.characters) <= MAX_SHOWN_CHARS else ""
     return f"No action was taken: write {length} characters{allowed} and nothing else, not {action!r:.60}."
-
-
-def _observation(content: Content) -> dict[str, Any]:
-    message = {"role": "user", "content": content}
-    return {"obs_str": plain_text(message), "messages": [message]}
-
-
-def _episode_seed(key: str, split: str) -> int:
-    """Return a seed below 2**31 that no other split can have."""
-    # Seeds of splits differ modulo 3.
-    return Random(key).randrange(2**29) * len(SPLITS) + SPLITS.index(split)
