@@ -38,6 +38,25 @@ _REFERENCE = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 _ENTRY_POINT = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?$"
 
 
+#: Keys that name an environment of another framework, and what its entry then has.
+BRIDGES: Mapping[str, Mapping[str, str]] = {
+    "gymnasium": {
+        "entry_point": "envs.from_gymnasium:FromGymnasium",
+        "dataset": "envs.from_gymnasium:GymnasiumSamples",
+        "tools": "required",
+    },
+    "openenv": {
+        "entry_point": "envs.from_openenv:FromOpenEnv",
+        "dataset": "envs.from_openenv:OpenEnvSamples",
+        "tools": "required",
+    },
+    "verifiers": {
+        "entry_point": "envs.from_verifiers:FromVerifiers",
+        "dataset": "envs.from_verifiers:VerifiersSamples",
+        "grader": "none",
+    },
+}
+
 #: The methods that an episode calls.
 _METHODS = ("reset", "step", "format_observation", "close")
 
@@ -147,20 +166,20 @@ class EnvSpec(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _expand_gymnasium(cls, entry: Any) -> Any:
-        """Expand `gymnasium: ID`, the one-line entry of a Gymnasium environment."""
-        if not isinstance(entry, dict) or "gymnasium" not in entry:
+    def _expand_bridge(cls, entry: Any) -> Any:
+        """Expand `gymnasium: ID`, or another key of `BRIDGES`, the one-line entry of such an environment."""
+        if not isinstance(entry, dict) or not (named_bridges := sorted(BRIDGES.keys() & entry.keys())):
             return entry
         entry = dict(entry)
-        if others := {"entry_point", "dataset", "dataset_options"} & entry.keys():
+        key = named_bridges[0]
+        if others := {"entry_point", "dataset", "dataset_options", *named_bridges[1:]} & entry.keys():
             named = ", ".join(sorted(others))
-            raise ValueError(f"gymnasium must stand in place of entry_point and dataset, got {named} too")
-        module = "envs.from_gymnasium"
-        usual = {"entry_point": f"{module}:FromGymnasium", "dataset": f"{module}:GymnasiumSamples", "tools": "required"}
+            raise ValueError(f"{key} must stand in place of entry_point and dataset, got {named} too")
+        usual = dict(BRIDGES[key])
         if "reward_max_val" not in entry:  # the sum of its rewards has no best value that is known
             usual["success"] = NONE
         entry = {**usual, **entry}
-        env_id = entry.pop("gymnasium")
+        env_id = entry.pop(key)
         options = entry.get("options", {})
         if isinstance(options, Mapping):  # else the check of the field says so
             entry["options"] = {**options, "id": env_id}
