@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from random import Random
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,7 @@ from envs.errors import CODE_FAULTS, UserError, first_line, quoted
 from envs.images import load_image
 from envs.tool_calls import ToolCall, ToolCallError, find_tool_calls, outside_tool_calls
 from envs.tool_env import ToolEnv
+from envs.tools import Tool
 from envs.types import MadeSamples, Message, Sample, bare_text, plain_text
 
 #: Without a data set for evaluations, every so many rows are held out.
@@ -59,8 +61,19 @@ _loading = threading.Lock()
 
 
 def _vf() -> Any:
-    # Imported on demand: it takes seconds, and is there only with the extra.
+    """Return the package verifiers, which takes seconds to import and is there only with the extra."""
+    # It takes one function from openai-agents, whose package has the name of one of ours.
+    stand_in = ModuleType("agents.function_schema")
+    vars(stand_in)["function_schema"] = _function_schema
+    sys.modules.setdefault(stand_in.__name__, stand_in)
     return importlib.import_module("verifiers")
+
+
+def _function_schema(function: Any) -> SimpleNamespace:
+    shown = Tool.of(function).schema["function"]
+    return SimpleNamespace(
+        description=shown["description"], params_json_schema=shown["parameters"], strict_json_schema=None
+    )
 
 
 class VerifiersOptions(BridgeOptions):
