@@ -44,7 +44,7 @@ class OpenEnvOptions(BridgeOptions):
 
     framework = "openenv"
 
-    id: str = Field(pattern="^(http|ws)s?://", description="URL of the server")
+    id: str = Field(min_length=1, description="URL of the server")
     action: str = Field(default="", description="field of the action that gets the model's text; empty: it makes calls")
     texts: Sequence[str] = Field(
         default=(), description="fields of the observation that are read; none: all but images"
@@ -61,6 +61,9 @@ class OpenEnvOptions(BridgeOptions):
         Raises:
             UserError: the server does not answer, or its actions and observations have no such fields.
         """
+        if not re.match("(http|ws)s?://", self.id):
+            fix = "give it as http://localhost:8000; start a docker image with `docker run -p 8000:8000 IMAGE`"
+            raise UserError("openenv", "must be the URL of a server", self.id, fix)
         action, observation = _schemas(self.id)
         for key, names, schema in (
             ("action", [self.action] if self.action else [], action),

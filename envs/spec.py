@@ -49,11 +49,13 @@ BRIDGES: Mapping[str, Mapping[str, str]] = {
         "entry_point": "envs.from_openenv:FromOpenEnv",
         "dataset": "envs.from_openenv:OpenEnvSamples",
         "tools": "required",
+        "on_tool_fault": "drop",  # a server that is gone is no action of the model
     },
     "verifiers": {
         "entry_point": "envs.from_verifiers:FromVerifiers",
         "dataset": "envs.from_verifiers:VerifiersSamples",
         "grader": "none",
+        "on_tool_fault": "drop",  # nor is a rubric that hangs
     },
 }
 
