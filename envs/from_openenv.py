@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import threading
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from envs.types import Sample
 #: What a server's tools are called with; its own check of the action is the one that counts.
 _CALL_TOOL = "call_tool"
 _SCHEMA_TIMEOUT_S = 10.0
+#: Between two questions for a session of a server that is full; the wait doubles.
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 2.0
 _MAX_SCHEMA_BYTES = 2**22
 
 
@@ -142,6 +146,7 @@ class FromOpenEnv(ActionEnv):
         super().__init__(sample, args)
         self.options = OpenEnvOptions.read(args.options)
         self.takes_text = bool(self.options.action)
+        self._closed = threading.Event()
         self._action_schema = self.options.schemas()[0]
         # The limits of reset and step are the registry entry's: this one only ends a thread that nobody waits for.
         self._client = _client_class()(
@@ -152,11 +157,28 @@ class FromOpenEnv(ActionEnv):
         """Start an episode of the server with the sample's seed; the observation shows its first state."""
         super().reset()
         seed = self.episode_seed
-        result = self._client.reset(seed=seed, **self.options.reset)
+        result = self._begin({"seed": seed, **self.options.reset})
         if not self.takes_text:
             self._offer_tools()
         self.info = {}
         return user_observation(to_content(self._show(result.observation))), {"seed": seed}
+
+    def _begin(self, keywords: Mapping[str, Any]) -> Any:
+        """Begin an episode; ask a server again that has no session left, until the entry's limit of the reset."""
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                return self._client.reset(**keywords)
+            except Exception as error:
+                # A full server tells its code and hangs up; the client may notice only the latter.
+                is_full = "(code: CAPACITY_REACHED)" in str(error) or type(error).__name__ == "ConnectionClosedOK"
+                if not is_full or self._closed.is_set():
+                    raise
+            self._client.disconnect()
+            # Asking on would take a session that nobody plays.
+            if self._closed.wait(wait_s):
+                raise RuntimeError("the episode was closed while it waited for a session of the server")
+            wait_s = min(2.0 * wait_s, _LONGEST_WAIT_S)
 
     def _offer_tools(self) -> None:
         self._tools = {}
@@ -218,6 +240,7 @@ class FromOpenEnv(ActionEnv):
 
     def close(self) -> None:
         """End the session."""
+        self._closed.set()
         super().close()
         self._client.close()
 
@@ -226,6 +249,6 @@ def _client_class() -> Any:
     try:
         from openenv.core import GenericEnvClient
     except ImportError as error:
-        fix = "install 'trueturn[openenv]'"
+        fix = "pip install 'trueturn[openenv]'"
         raise UserError("openenv", "needs the package openenv-core", first_line(error), fix) from error
     return GenericEnvClient

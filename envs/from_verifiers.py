@@ -36,16 +36,9 @@ from envs.types import MadeSamples, Message, Sample, bare_text, plain_text
 
 #: Without a data set for evaluations, every so many rows are held out.
 HELDOUT_EVERY = 8
-#: What an environment of our loop cannot have of its own, because theirs would call it.
-_LOOP = (
-    "rollout",
-    "init_state",
-    "get_model_response",
-    "get_prompt_messages",
-    "add_model_response",
-    "is_completed",
-    "render_completion",
-)
+#: What an environment cannot have of its own, because our loop plays and never rewrites what was said.
+_LOOP = ("rollout", "init_state", "is_completed", "get_model_response")
+_MESSAGES = ("get_prompt_messages", "add_model_response", "render_completion")
 #: Classes that bring a loop, a sandbox or a model of their own, and what to do about it.
 _REFUSED = {
     "EnvGroup": "register each environment of the group, and mix the entries with `mixture`",
@@ -109,7 +102,7 @@ class VerifiersOptions(BridgeOptions):
         except (ImportError, AttributeError) as error:
             # Version 0.4 has tasksets and harnesses in place of environments.
             rule = "needs the package verifiers with vf.Environment"
-            raise UserError(field, rule, first_line(error), "install 'trueturn[verifiers]'") from error
+            raise UserError(field, rule, first_line(error), "pip install 'trueturn[verifiers]'") from error
         try:
             module = importlib.import_module(self.id.replace("-", "_").split("/")[-1])
             # Their environments take over Ctrl-C, which fails on threads and would end a run in the midst of a step.
@@ -132,7 +125,7 @@ def _check(field: str, env: Any, base: type) -> None:
         if name in _REFUSED:
             raise UserError(field, "must be played by our loop", name, _REFUSED[name])
     own = {base.__module__, vf.MultiTurnEnv.__module__, vf.SingleTurnEnv.__module__}
-    for name in _LOOP:
+    for name in (*_LOOP, *_MESSAGES):
         if getattr(type(env), name).__module__ not in own:
             fix = "take an environment that only defines setup_state, env_response and stop conditions"
             raise UserError(field, "must leave the loop to us", f"a {name} of its own", fix)
@@ -156,7 +149,7 @@ class VerifiersSamples(MadeSamples):
     """The rows of their data set; each sample's metadata holds its row.
 
     `heldout` is their data set for evaluations, or else every eighth row, which no other split then has. Training rows
-    are shuffled by the seed. Where there are fewer rows than asked for, they begin again.
+    are shuffled by the seed. There may be fewer rows than asked for.
     """
 
     def __init__(self, split: str, size: int, seed: int = 0, **options: Any) -> None:
@@ -166,9 +159,9 @@ class VerifiersSamples(MadeSamples):
             UserError: the split is unknown, the environment cannot be loaded, or a row has no prompt that can be shown.
         """
         check_split(split)
-        super().__init__(size)
-        self.name = VerifiersOptions.read(options).id
-        env = VerifiersOptions.read(options).load()
+        options_read = VerifiersOptions.read(options)
+        self.name = options_read.id
+        env = options_read.load()
         has_own = env.eval_dataset is not None or env.eval_dataset_source is not None
         is_heldout = split == "heldout"
         self.rows = env.get_eval_dataset() if is_heldout and has_own else env.get_dataset()
@@ -177,15 +170,16 @@ class VerifiersSamples(MadeSamples):
             self.places = [place for place in self.places if (place % HELDOUT_EVERY == 0) == is_heldout]
         if not is_heldout:
             Random(seed).shuffle(self.places)
-        if size and not self.places:
+        if not self.places:
             rule = f"must have rows for the split {split}"
             raise UserError(f"verifiers '{self.name}'", rule, len(self.rows), "give it a larger data set")
-        for place in range(min(size, len(self.places))):
+        super().__init__(min(size, len(self.places)))
+        for place in range(self.size):
             self.make(place)
 
     def make(self, place: int) -> Sample:
         """Return the sample at a place."""
-        number = self.places[place % len(self.places)]
+        number = self.places[place]
         row = {key: value for key, value in self.rows[number].items() if value is not None}
         where = f"verifiers '{self.name}' row {number} prompt"
         prompt = row.get("prompt")
@@ -195,7 +189,7 @@ class VerifiersSamples(MadeSamples):
             raise UserError(where, "must be a text or messages", quoted(prompt), "correct the data set")
         answer = row.get("answer")
         return Sample(
-            id=f"{self.name}-{number}-{place // len(self.places)}",
+            id=f"{self.name}-{number}",
             prompt=tuple(_shown(message, where) for message in prompt),
             label=answer if isinstance(answer, str) and answer else None,
             metadata={"row": plain({**row, "prompt": prompt})},

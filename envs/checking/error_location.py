@@ -13,7 +13,10 @@ from envs.registry import plugin_files
 _ENVS = Path(__file__).parents[1]
 _OURS = (_ENVS, _ENVS.with_name("agents"))
 #: Bundled environments count as an author's code too.
-_BUNDLED = tuple(_ENVS / name for name in ("geo3k", "calculator.py", "guess.py", "from_gymnasium.py"))
+_BUNDLED = tuple(
+    _ENVS / name
+    for name in ("geo3k", "calculator.py", "guess.py", "from_gymnasium.py", "from_openenv.py", "from_verifiers.py")
+)
 _LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
