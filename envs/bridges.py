@@ -94,7 +94,7 @@ class ActionEnv(ToolEnv):
     def earn(self, reward: float) -> None:
         """Add a reward to those of this turn, in which several calls may stand."""
         # A score of 0 must add nothing, whatever the entry's scale.
-        earned = self.args.reward(float(reward)) - self.args.reward(0.0)
+        earned = self.args.reward(reward) - self.args.reward(0.0)
         self.info["reward"] = self.info.get("reward", 0.0) + earned
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:

@@ -191,7 +191,7 @@ class FromGymnasium(ActionEnv):
         except gymnasium.error.InvalidAction as error:
             raise ToolError(f"No action was taken: {error}", "illegal_action") from error
         self.done = bool(terminated or truncated)
-        self.earn(reward)
+        self.earn(float(reward))
         self.info |= {"terminated": bool(terminated), "truncated": bool(truncated)}
         if (key := self.args.success_key) in inner_info:
             value = inner_info[key]

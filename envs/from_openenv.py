@@ -10,6 +10,7 @@ One line in a registry file is enough if the model acts by calls::
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import re
 import threading
@@ -29,8 +30,6 @@ from envs.safe_text import well_formed
 from envs.tools import Tool, ToolError, to_content
 from envs.types import Sample
 
-#: What a server's tools are called with; its own check of the action is the one that counts.
-_CALL_TOOL = "call_tool"
 _SCHEMA_TIMEOUT_S = 10.0
 #: Between two questions for a session of a server that is full; the wait doubles.
 _FIRST_WAIT_S = 0.1
@@ -129,7 +128,7 @@ class _ServerTool(Tool):
     """A tool of the server: what the model wrote is the action."""
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        return {"arguments": dict(arguments)}
+        return {"action": dict(arguments)}
 
 
 class FromOpenEnv(ActionEnv):
@@ -197,14 +196,15 @@ class FromOpenEnv(ActionEnv):
         schema = {"type": "function", "function": {"name": name, "description": description, "parameters": shown}}
         self._tools[name] = _ServerTool(name, function, _AnyArguments, schema, False, None)
 
-    def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        return self.take({"type": _CALL_TOOL, "tool_name": name, "arguments": arguments})
+    def _call_tool(self, name: str, action: Mapping[str, Any]) -> Any:
+        return self.take({"type": "call_tool", "tool_name": name, "arguments": action})
 
-    def take(self, arguments: Any) -> Any:
+    def take(self, action: Any) -> Any:
         """Take one action; return what the model sees of the next state."""
         if self.done:
             raise ToolError("The episode has ended.", "ended")
-        action = {self.options.action: arguments} if self.takes_text else arguments
+        if self.takes_text:
+            action = {self.options.action: action}
         # Servers in Python fail at half of a surrogate pair, which a model may write.
         sent = json.loads(well_formed(json.dumps(action, ensure_ascii=False)))
         try:
@@ -247,8 +247,7 @@ class FromOpenEnv(ActionEnv):
 
 def _client_class() -> Any:
     try:
-        from openenv.core import GenericEnvClient
+        return importlib.import_module("openenv.core").GenericEnvClient
     except ImportError as error:
         fix = "pip install 'trueturn[openenv]'"
         raise UserError("openenv", "needs the package openenv-core", first_line(error), fix) from error
-    return GenericEnvClient

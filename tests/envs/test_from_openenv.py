@@ -59,16 +59,16 @@ REFUSED: list[bool] = []
 def url() -> Iterator[str]:
     """The address of a server that speaks OpenEnv's protocol, well or badly, as the action asks."""
     pytest.importorskip("openenv.core")
-    from websockets.datastructures import Headers
-    from websockets.exceptions import ConnectionClosed
-    from websockets.http11 import Response
-    from websockets.sync.server import serve
+    serve = pytest.importorskip("websockets.sync.server").serve
+    closed = pytest.importorskip("websockets.exceptions").ConnectionClosed
+    http = pytest.importorskip("websockets.http11")
+    headers = pytest.importorskip("websockets.datastructures").Headers
 
-    def schema(connection: Any, request: Any) -> Response | None:
+    def schema(connection: Any, request: Any) -> Any:
         body = json.dumps(SCHEMA).encode()
-        return (
-            Response(200, "OK", Headers({"Content-Length": str(len(body))}), body) if "schema" in request.path else None
-        )
+        if "schema" not in request.path:
+            return None
+        return http.Response(200, "OK", headers({"Content-Length": str(len(body))}), body)
 
     def handle(socket: Any) -> None:
         if REFUSED and REFUSED.pop():
@@ -83,7 +83,7 @@ def url() -> Iterator[str]:
                 return
             try:
                 socket.send(ANSWERS.get(said, answer({"text": str(said)})))
-            except ConnectionClosed:
+            except closed:
                 return
 
     with serve(handle, "127.0.0.1", 0, process_request=schema) as server:
