@@ -15,6 +15,7 @@ import json
 import re
 import threading
 import urllib.request
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +32,12 @@ from envs.tools import Tool, ToolError, to_content
 from envs.types import Sample
 
 _SCHEMA_TIMEOUT_S = 10.0
-#: Between two questions for a session of a server that is full; the wait doubles.
-_FIRST_WAIT_S = 0.1
-_LONGEST_WAIT_S = 2.0
+#: Between two questions for a session of a server that is full.
+_WAIT_S = 0.05
 _MAX_SCHEMA_BYTES = 2**22
+
+#: Of each server, who asks it for a session again.
+_asking: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
 
 class OpenEnvOptions(BridgeOptions):
@@ -163,21 +166,26 @@ class FromOpenEnv(ActionEnv):
         return user_observation(to_content(self._show(result.observation))), {"seed": seed}
 
     def _begin(self, keywords: Mapping[str, Any]) -> Any:
-        """Begin an episode; ask a server again that has no session left, until the entry's limit of the reset."""
-        wait_s = _FIRST_WAIT_S
-        while True:
-            try:
-                return self._client.reset(**keywords)
-            except Exception as error:
-                # A full server tells its code and hangs up; the client may notice only the latter.
-                is_full = "(code: CAPACITY_REACHED)" in str(error) or type(error).__name__ == "ConnectionClosedOK"
-                if not is_full or self._closed.is_set():
-                    raise
-            self._client.disconnect()
-            # Asking on would take a session that nobody plays.
-            if self._closed.wait(wait_s):
-                raise RuntimeError("the episode was closed while it waited for a session of the server")
-            wait_s = min(2.0 * wait_s, _LONGEST_WAIT_S)
+        """Begin an episode; wait for a session of a server that has none left, until the entry's limit of the reset."""
+        if (result := self._try_reset(keywords)) is not None:
+            return result
+        # One thread asks at a time: hundreds would keep the server busy with refusals.
+        with _asking[self.options.id]:
+            while not self._closed.wait(_WAIT_S):
+                if (result := self._try_reset(keywords)) is not None:
+                    return result
+        raise RuntimeError("the episode was closed while it waited for a session of the server")
+
+    def _try_reset(self, keywords: Mapping[str, Any]) -> Any:
+        """Return the first result of an episode; None where the server has no session left."""
+        try:
+            return self._client.reset(**keywords)
+        except Exception as error:
+            # A full server tells its code and hangs up; the client may notice only the latter.
+            if "(code: CAPACITY_REACHED)" not in str(error) and type(error).__name__ != "ConnectionClosedOK":
+                raise
+        self._client.disconnect()
+        return None
 
     def _offer_tools(self) -> None:
         self._tools = {}

@@ -55,8 +55,9 @@ _loading = threading.Lock()
 
 def _vf() -> Any:
     """Return the package verifiers, which takes seconds to import and is there only with the extra."""
-    # It takes one function from openai-agents, whose package has the name of one of ours.
-    stand_in = ModuleType("agents.function_schema")
+    # It takes one function from this package of openai-agents, which has the name of one of ours.
+    package = "agents"
+    stand_in = ModuleType(f"{package}.function_schema")
     vars(stand_in)["function_schema"] = _function_schema
     sys.modules.setdefault(stand_in.__name__, stand_in)
     return importlib.import_module("verifiers")
