@@ -163,7 +163,8 @@ class FromOpenEnv(ActionEnv):
         if not self.takes_text:
             self._offer_tools()
         self.info = {}
-        return user_observation(to_content(self._show(result.observation))), {"seed": seed}
+        content = to_content(self._show(result.observation))
+        return user_observation(content) if result.observation else {}, {"seed": seed}
 
     def _begin(self, keywords: Mapping[str, Any]) -> Any:
         """Begin an episode; wait for a session of a server that has none left, until the entry's limit of the reset."""
@@ -234,6 +235,9 @@ class FromOpenEnv(ActionEnv):
         """Return what the model sees of an observation: its texts, a single one as it is, and its images."""
         if not isinstance(observation, Mapping):
             raise TypeError(f"the server's observation must be an object, got {observation!r:.200}")
+        result = observation.get("result")
+        if "tool_name" in observation and isinstance(result, Mapping) and result.get("content"):
+            return _of_mcp(result["content"])
         held = [observation[name] for name in self.options.images if observation.get(name)]
         images = [
             load_image(image, "observation")
@@ -251,6 +255,12 @@ class FromOpenEnv(ActionEnv):
         self._closed.set()
         super().close()
         self._client.close()
+
+
+def _of_mcp(parts: Sequence[Mapping[str, Any]]) -> Any:
+    """Return what the model sees of the result of an MCP tool, which is a list of parts."""
+    shown = [load_image(part["data"], "observation") if "data" in part else part["text"] for part in parts]
+    return shown[0] if len(shown) == 1 else shown
 
 
 def _client_class() -> Any:
