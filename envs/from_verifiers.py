@@ -322,7 +322,10 @@ class FromVerifiers(ToolEnv):
             return []
         answer = await self.theirs.env_response(self.messages, self.state)
         if isinstance(answer, str):
-            answer = [_vf().UserMessage(content=answer)]
+            answer = [{"role": "user", "content": answer}]
+        # Many give dicts, and their rubrics read objects.
+        normalized = sys.modules[_vf().MultiTurnEnv.__module__].maybe_normalize_messages
+        answer = normalized(answer, field_name="env_response")
         self.messages = [*self.messages, *answer]
         # Their loop asks the conditions again before the model's next turn.
         self.done = await self._has_stopped()

@@ -31,7 +31,7 @@ def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
 
-def exact(completion, answer, info): return completion[-1].content == answer
+def exact(completion, answer, info): return completion[-1].content == answer and info["i"] >= 0
 async def length(completion, **kwargs): return len(completion)
 def raises(completion): raise ValueError("boom")
 def nan(completion): return float("nan")
@@ -45,7 +45,7 @@ class Guess(vf.MultiTurnEnv):
         return state
     async def env_response(self, messages, state, **kwargs):
         state["left"] -= 1
-        return [vf.UserMessage(content=f"wrong, {state['left']} left")]
+        return [{"role": "user", "content": f"wrong, {state['left']} left"}]
     @vf.stop
     async def none_left(self, state):
         return state["left"] <= 0
