@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from envs.types import Sample
 
 #: A package as their Environments Hub has them.
 MODULE = '''
+PIXEL = "data:image/png;base64," \\
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 import asyncio
 import verifiers as vf
 from datasets import Dataset
@@ -50,6 +53,10 @@ class Guess(vf.MultiTurnEnv):
     async def none_left(self, state):
         return state["left"] <= 0
 
+class AsksModel(Guess):
+    async def env_response(self, messages, state, **kwargs):
+        return await state["client"].get_response(messages)
+
 class OwnLoop(Guess):
     async def get_prompt_messages(self, state): return state["prompt"]
 
@@ -61,9 +68,14 @@ def load_environment(kind="single", function="exact", weight=0.5):
         rubric = vf.Rubric(funcs=[lambda completions: [1.0]])
     if kind == "no prompt":
         return vf.SingleTurnEnv(dataset=Dataset.from_list([{"prompt": None, "answer": "y"}] * 9), rubric=rubric)
+    if kind == "image":
+        parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": PIXEL}}]
+        rows_with = [{"prompt": [{"role": "user", "content": parts}], "answer": "y", "info": {"i": 0}}] * 9
+        return vf.SingleTurnEnv(dataset=Dataset.from_list(rows_with), rubric=rubric)
     if kind == "tools":
         return vf.ToolEnv(dataset=rows(), rubric=rubric, tools=[add], max_turns=1)
-    return {"guess": Guess, "own loop": OwnLoop}.get(kind, vf.SingleTurnEnv)(dataset=rows(), rubric=rubric)
+    kinds = {"guess": Guess, "own loop": OwnLoop, "asks": AsksModel}
+    return kinds.get(kind, vf.SingleTurnEnv)(dataset=rows(), rubric=rubric)
 '''
 
 
@@ -153,6 +165,23 @@ def test_a_metric_may_fail_or_give_several_numbers(their_package: Path, function
 def test_what_cannot_be_carried_is_refused_before_the_first_step(their_package: Path, kind: str, named: str) -> None:
     with pytest.raises(UserError, match=named):
         spec_of(their_package, kind=kind).load_dataset("train", 4, 0)
+
+
+def test_images_of_rows_are_shown(their_package: Path) -> None:
+    spec = spec_of(their_package, kind="image")
+    assert [part["type"] for part in spec.load_dataset("train", 1, 0)[0].prompt[0]["content"]] == ["text", "image"]
+    assert play(spec, "RIGHT")[1] == 0.5
+
+
+def test_an_environment_that_asks_for_a_model_is_a_fault(their_package: Path) -> None:
+    with pytest.raises(EnvFault, match="asks for a model of its own"):
+        play(spec_of(their_package, kind="asks"), "RIGHT")
+
+
+def test_loading_leaves_the_interrupt_to_us(their_package: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    spec_of(their_package, kind="guess", weight=0.25).load_dataset("train", 1, 0)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 def test_no_held_out_row_is_trained_on(their_package: Path) -> None:
