@@ -162,6 +162,7 @@ class VerifiersSamples(MadeSamples):
         check_split(split)
         options_read = VerifiersOptions.read(options)
         self.name = options_read.id
+        self.split = split
         env = options_read.load()
         has_own = env.eval_dataset is not None or env.eval_dataset_source is not None
         is_heldout = split == "heldout"
@@ -190,7 +191,7 @@ class VerifiersSamples(MadeSamples):
             raise UserError(where, "must be a text or messages", quoted(prompt), "correct the data set")
         answer = row.get("answer")
         return Sample(
-            id=f"{self.name}-{number}",
+            id=f"{self.name}-{self.split}-{number}",
             prompt=tuple(_shown(message, where) for message in prompt),
             label=answer if isinstance(answer, str) and answer else None,
             metadata={"row": plain({**row, "prompt": prompt})},

@@ -177,6 +177,8 @@ class EnvSpec(BaseModel):
         if others := {"entry_point", "dataset", "dataset_options", *named_bridges[1:]} & entry.keys():
             named = ", ".join(sorted(others))
             raise ValueError(f"{key} must stand in place of entry_point and dataset, got {named} too")
+        if key == "openenv" and entry.get("isolation") == "inline":
+            raise ValueError("openenv needs isolation: thread or process, because servers may hang, got inline")
         usual = dict(BRIDGES[key])
         if "reward_max_val" not in entry:  # the sum of its rewards has no best value that is known
             usual["success"] = NONE

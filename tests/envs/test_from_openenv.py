@@ -193,6 +193,11 @@ def test_a_server_that_is_not_there_is_named_before_the_first_step(tmp_path: Pat
         spec_of("http://127.0.0.1:9", tmp_path).load_dataset("train", 1, 0)
 
 
+def test_a_server_that_may_hang_is_never_asked_on_the_event_loop(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="needs isolation: thread or process"):
+        spec_of("http://127.0.0.1:9", tmp_path, isolation="inline")
+
+
 def test_an_image_of_docker_is_answered_with_how_to_start_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="docker run -p 8000:8000"):
         spec_of("echo:latest", tmp_path).load_dataset("train", 1, 0)
