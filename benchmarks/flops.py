@@ -1,8 +1,8 @@
 """Floating-point operations of a forward pass, counted from a network's configuration: no network needed.
 
-In: a Qwen3-VL configuration and training samples. Out: multiplications and additions of its matrix products by part.
-Norms, activations and the softmax are not counted, as is usual (PaLM, arXiv 2204.02311, appendix B). A training step
-needs three times a forward; what recomputation adds is not needed and not counted.
+In: a configuration with a vision tower, and training samples. Out: multiplications and additions of its matrix products
+by part. Norms, activations and the softmax are not counted, as is usual (PaLM, arXiv 2204.02311, appendix B). A
+training step needs three times a forward; what recomputation adds is not needed and not counted.
 
 Legend: T tokens of a stream, P patches of an image.
 """

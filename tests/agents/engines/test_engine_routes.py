@@ -179,8 +179,9 @@ def test_a_decode_step_at_fixed_places_keeps_the_routes_of_each_row(model: Polic
     positions_B = torch.tensor([int(model.positions(s.ids, s.images).max()) + 1 for s in streams])
     step = DecodeStep(model, cache, 2, engine.device)
     for number in range(3):
+        cache.begin(torch.ones(2, 1, dtype=torch.bool))
         step.next_logits(torch.tensor([30 + number, 40 + number]), positions_B + number)
-        cache.advance(torch.ones(2, 1, dtype=torch.bool))
+        cache.advance()
     for row, each in enumerate(streams):
         ids = (*each.ids, *(10 * row + 30 + number for number in range(3)))
         kept = cache.routes_of(row)
