@@ -51,6 +51,8 @@ def described_keys() -> list[str]:
             shown = f" (`{default}`)"
         items.append(f"- `{name}`{shown}: {field.description}")
     items.append("- `gymnasium`: id of a Gymnasium environment, in place of `entry_point` and `dataset`")
+    servers = "commands and URLs of [MCP servers](other-environments.md#mcp-servers)"
+    items.append(f"- `mcp`: {servers}, in place of `entry_point`")
     items.append("- `openenv`: URL of an OpenEnv server, in place of `entry_point` and `dataset`")
     items.append("- `verifiers`: package written for verifiers, in place of `entry_point` and `dataset`")
     return items
