@@ -167,5 +167,5 @@ async def check_new_weights(trial: Trial) -> Verdict:
         return network.gap(request, completion)
 
     async with trial.first_weights_again():
-        update = Update(run, score, turn_gap)
+        update = Update(run, score, turn_gap, trial.network.dtype)
         return await check_update(trial.engine, prompt, trial.request(prompt), update, trial.renderer)

@@ -38,10 +38,10 @@ WEAK_SIGHT = 1e-3
 #: New weights must move the log-probs by this, in nats, for the check of caches to mean anything.
 LEAST_MOVE = 0.1
 #: After an update the gap may be this share of the move, or `NOISE_TIMES` the gap before it. But an engine whose gap
-#: was float32's rounding has no business with either: it may be `LEAST_GAP` off.
+#: was float32's rounding has no business with either: it may be off by its dtype's bound. In bfloat16 that is more than
+#: its gap before, which is 0 where engine and learner read the stream alike: what is generated is computed otherwise.
 SHARE = 0.1
 EXACT = 1e-5
-LEAST_GAP = 1e-3
 
 
 def text_gap(
@@ -112,7 +112,7 @@ def judge_sight(noise: float, changed: float) -> Verdict:
 
 @dataclass(frozen=True)
 class Update:
-    """How to change an engine's weights, and what its log-probs must then be.
+    """How to change an engine's weights, and what its log-probs must then be, in networks that compute in `dtype`.
 
     `run` gives the engine new weights and returns how far they move the log-probs of the stream, in nats. `score` and
     `turn_gap` ask the network with the weights of the moment.
@@ -121,6 +121,7 @@ class Update:
     run: Callable[[], Awaitable[float]]
     score: Score
     turn_gap: TurnGap
+    dtype: str
 
 
 async def check_update(
@@ -150,20 +151,20 @@ async def check_update(
         "new session": await update.turn_gap(request, fresh),
         "open session": await update.turn_gap(longer, second),
     }
-    return judge_update(before, moved, after)
+    return judge_update(before, moved, after, update.dtype)
 
 
-def judge_update(before: float, moved: float, after: Mapping[str, float]) -> Verdict:
+def judge_update(before: float, moved: float, after: Mapping[str, float], dtype: str) -> Verdict:
     """Return whether an engine follows new weights, by mean |d| in nats before an update and after it for each cache.
 
-    >>> judge_update(1e-7, 1.9, {"scored again": 0.8, "new session": 2e-7}).found
+    >>> judge_update(1e-7, 1.9, {"scored again": 0.8, "new session": 2e-7}, "float32").found
     'stale: after weights that moved log-probs by 1.9 nats the engine is off by 0.8 (scored again), 2e-07 (new session)'
     """
     shown = ", ".join(f"{gap:.1g} ({use})" for use, gap in after.items())
     found = f"after weights that moved log-probs by {moved:.2g} nats the engine is off by {shown}"
-    most = LEAST_GAP
+    most = BOUNDS[dtype]
     if before > EXACT:
-        most = max(LEAST_GAP, NOISE_TIMES * before, SHARE * min(moved, 1.0))
+        most = max(most, NOISE_TIMES * before, SHARE * min(moved, 1.0))
     if not np.isfinite([moved, *after.values()]).all() or max(after.values()) > most:
         return fault(f"stale: {found}", "load every new weight, and empty prefix and image caches with every update")
     if moved < LEAST_MOVE:

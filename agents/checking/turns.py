@@ -16,7 +16,7 @@ from agents.checking.trial import TURN, Trial, Turn, following
 from agents.engines.base import Engine, Session, capabilities_of
 from agents.engines.own import missing_parts
 from agents.model.architectures import ModelFacts
-from agents.rollout.invariants import broken_routes, broken_turn, check_types
+from agents.rollout.invariants import broken_routes, broken_turn, check_types, expert_twice
 from agents.types import Completion
 from envs.checks import Broken, NotApplicable
 from envs.workers.process_info import children
@@ -143,12 +143,9 @@ async def check_routes(trial: Trial) -> str:
         if rule := broken_routes(number, asked, completion, shape):
             raise Broken(rule, fix)
         routes.append(completion.routes_RLK)
-    routes_RLK = np.sort(np.concatenate(routes))
-    # The rows of a layer without experts are zeros.
-    is_twice_RL = (routes_RLK[..., 1:] == routes_RLK[..., :-1]).any(-1) & routes_RLK.any(-1)
-    if is_twice_RL.any():
-        token, layer = np.argwhere(is_twice_RL)[0].tolist()
-        raise Broken(f"token {token} goes to {routes_RLK[token, layer].tolist()} in layer {layer}", fix)
+    routes_RLK = np.concatenate(routes)
+    if rule := expert_twice(routes_RLK):
+        raise Broken(rule, fix)
     return f"experts of {len(routes_RLK)} tokens in {shape.num_layers} layers, over two turns"
 
 

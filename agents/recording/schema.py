@@ -192,7 +192,7 @@ class RoutesRecord(_Record):
     """
 
     num_layers: Annotated[int, Field(ge=1, lt=2**16)]
-    top_k: Annotated[int, Field(ge=1, lt=2**16)]
+    top_k: Annotated[int, Field(ge=1, lt=2**8)]
     width: Literal[1, 2]
     # As text, for the same reason as `kept`.
     experts: Base64Bytes

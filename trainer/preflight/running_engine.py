@@ -127,7 +127,7 @@ class EngineChecks:
             await context.engine.resume()
             return moved
 
-        update = Update(run, self.prepared.score, self._generated_gap)
+        update = Update(run, self.prepared.score, self._generated_gap, context.config.model.dtype)
         return await check_update(context.engine, stream, request, update, context.renderer)
 
     async def _move_learner(self, stream: Rendered) -> float:

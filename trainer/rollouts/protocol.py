@@ -10,9 +10,9 @@ from agents.types import Trajectory, TrajectoryGroup
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
 
-#: What a mixture loses without the engine's experts. Measured on small random networks, whose routing is sharp.
+#: What a mixture loses without the engine's experts.
 FREE_ROUTING = (
-    "the trainer chooses again, so expect a rollout_train_kl of up to 4e-2 to 7e-2, where replay gives 1e-3; "
+    "the trainer chooses again, so expect a rollout_train_kl several times as large, growing with the turns; "
     "see docs/rollouts.md, Experts of a mixture"
 )
 

@@ -19,6 +19,7 @@ from agents.rollout.invariants import (
     broken_routes,
     broken_turn,
     check_types,
+    expert_twice,
 )
 from agents.rollout.stream import Stream
 from agents.types import (
@@ -425,6 +426,16 @@ def test_a_stream_has_experts_of_all_tokens_before_the_last_that_was_written() -
     assert broken(replace(valid(), routes_RLK=rows[:num_read])) is None
     rule = f"experts of {num_read - 1} tokens, {num_read} were read by the end of the last turn"
     assert broken(replace(valid(), routes_RLK=rows[: num_read - 1])) == rule
+
+
+def test_no_token_of_a_stream_goes_to_one_expert_twice() -> None:
+    num_read = valid().turns[-1].end - 1
+    rows = np.tile(ROUTES[1], (num_read, 1, 1))
+    assert broken(replace(valid(), routes_RLK=rows)) is None  # the layer of zeros has no experts
+    rows[2, 1] = (3, 3)
+    assert broken(replace(valid(), routes_RLK=rows)) == "token 2 goes to [3, 3] in layer 1"
+    rows = np.array([[[5, 1, 9, 5]]], np.uint16)
+    assert expert_twice(rows) == "token 0 goes to [1, 5, 5, 9] in layer 0"
 
 
 def test_answers_that_break_no_rule() -> None:

@@ -362,7 +362,14 @@ def test_only_a_move_beyond_the_noise_is_sight(noise: float, changed: float, sta
     [(0.8, 0.01, "ok"), (0.8, 0.2, "fault"), (0.8, np.nan, "fault"), (0.02, 0.01, "warning")],
 )
 def test_an_engine_that_keeps_anything_of_older_weights_is_stale(moved: float, last: float, status: str) -> None:
-    assert judge_update(0.005, moved, {"scored again": 0.006, "new session": last}).status == status
+    assert judge_update(0.005, moved, {"scored again": 0.006, "new session": last}, "float32").status == status
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("float32", "fault"), ("bfloat16", "ok")])
+def test_turns_may_be_off_by_the_rounding_of_the_dtype_after_new_weights(dtype: str, status: str) -> None:
+    after = {"scored again": 0.0, "new session": 0.003, "open session": 0.007}
+    assert judge_update(0.0, 0.8, after, dtype).status == status
+    assert judge_update(0.0, 0.8, {"new session": 0.8}, dtype).status == "fault"
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_a_replay_without_recorded_experts_says_so(
 @pytest.mark.parametrize(
     ("shape", "number", "words"),
     [
-        ((3, 2), 4, "a token went to expert 4, the network has 4"),
+        ((3, 2), 3, "a token went to expert 4, the network has 4"),
         ((2, 3), 1, r"experts of shape \(\d+, 2, 3\), the tokens that were read need \(\d+, 3, 2\)"),
         ((4, 2), 1, r"experts of shape \(\d+, 4, 2\)"),
     ],
@@ -130,7 +130,7 @@ def test_recorded_experts_of_another_network_are_refused_before_anything_is_load
 ) -> None:
     def other(line: dict[str, Any]) -> None:
         num_read = line["turns"][-1]["end"] - 1
-        line["routes"] = RoutesRecord.line(np.full((num_read, *shape), number, np.uint8))
+        line["routes"] = RoutesRecord.line(np.full((num_read, *shape), number + np.arange(shape[1]), np.uint8))
 
     strange = rewritten(recorded, tmp_path / "strange", other)
     with pytest.raises(UserError, match=f"must have experts of the model, got {words}"):
