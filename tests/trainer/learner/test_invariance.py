@@ -59,7 +59,7 @@ def case(cases: dict[str, Case]) -> Case:
 def assert_same_step(got: Stepped, expected: Stepped) -> None:
     difference = Difference.between(got, expected)
     # The norm behind a state layer divides by what may be small, so that its rounding is the largest.
-    assert difference.loss < 1e-5 and difference.gradient < 1e-5 and difference.worst_gradient < 2e-5, difference
+    assert difference.loss < 1e-5 and difference.gradient < 2e-5 and difference.worst_gradient < 1e-4, difference
     for field in ("grad_norm", "rollout_train_kl", "logprob_gap_mean", "entropy"):
         assert getattr(got.stats, field) == pytest.approx(getattr(expected.stats, field), rel=1e-4), field
     assert got.stats.num_tokens == expected.stats.num_tokens
@@ -118,7 +118,7 @@ def test_ranks_with_uneven_shares_take_the_same_step(
 @pytest.mark.parametrize("model_type", all_but_two_slow())
 def test_adapters_have_the_gradients_of_the_merged_network(cases: dict[str, Case], model_type: str) -> None:
     difference = Difference.between(*adapters_and_merged(cases[model_type]))
-    assert difference.loss < 1e-5 and difference.gradient < 2e-5 and difference.worst_gradient < 2e-5, difference
+    assert difference.loss < 1e-5 and difference.gradient < 2e-5 and difference.worst_gradient < 1e-4, difference
 
 
 @pytest.mark.parametrize("model_type", all_but_two_slow())
