@@ -15,14 +15,12 @@ this machine could open a websocket to it.
 from __future__ import annotations
 
 import asyncio
-import base64
 import functools
 import hmac
-import io
 import itertools
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +38,7 @@ from envs.execution.load import load_env
 from envs.execution.runner import EnvRunner, StepResult, last_line
 from envs.spec import EnvLimits, EnvSpec
 from envs.tool_calls.thinking import TAGS, Thinking
-from envs.types import Message, SampleSource, content_parts
+from envs.types import Message, SampleSource, openai_message
 
 POLICY_VIOLATION = 1008
 _OBJECT = {"type": "object"}
@@ -166,23 +164,9 @@ class Session:
         return "max_turns" * (self._state["step_count"] >= self._max_turns)
 
 
-def to_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as OpenAI's protocol has them: JSON, each image as a data URI."""
-    return [
-        {**message, "content": [_part(part) for part in content_parts(message)]}
-        if isinstance(message["content"], list)
-        else message
-        for message in messages
-    ]
-
-
-def _part(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    if part["type"] != "image":
-        return part
-    file = io.BytesIO()
-    part["image"].save(file, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}}
+def to_openai(messages: Sequence[Message]) -> list[Message]:
+    """Return messages as OpenAI's protocol has them."""
+    return [openai_message(message) for message in messages]
 
 
 @dataclass

@@ -6,7 +6,9 @@ list of parts, each ``{"type": "text", "text": str}`` or ``{"type": "image", "im
 
 from __future__ import annotations
 
+import base64
 import copy
+import io
 import itertools
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -111,6 +113,25 @@ def content_parts(message: Message) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return list(content)
+
+
+def openai_message(message: Mapping[str, Any]) -> Message:
+    """Return a message as OpenAI's protocol has it, each image as a data URI of a PNG file.
+
+    >>> openai_message({"role": "user", "content": "Find x."})
+    {'role': 'user', 'content': 'Find x.'}
+    """
+    if not isinstance(message.get("content"), list):
+        return dict(message)
+    parts = content_parts(dict(message))
+    return {**message, "content": [_openai_image(part["image"]) if part["type"] == "image" else part for part in parts]}
+
+
+def _openai_image(image: Image.Image) -> dict[str, Any]:
+    file = io.BytesIO()
+    image.convert("RGB").save(file, "PNG")
+    encoded = base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
 
 
 def plain_text(message: Message) -> str:

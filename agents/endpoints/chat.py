@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from PIL import Image
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from envs.tool_calls import ToolCall, ToolFormat, write_tool_call
 from envs.tool_calls.types import CLOSE, OPEN
-from envs.types import Message, bare_text, content_parts, message_images
+from envs.types import Message, bare_text, message_images, openai_message
 
 #: The answer under a call where the environment has answered all calls of a turn at once.
 SEE_LAST = "(see the last result)"
@@ -119,25 +116,6 @@ def _call_text(function: _Function, tool_format: ToolFormat) -> str:
     return f"{OPEN}\n{function.model_dump_json()}\n{CLOSE}"
 
 
-def to_server(message: Mapping[str, Any]) -> Message:
-    """Return a message with its images as data URIs of PNG files, as servers take them.
-
-    >>> to_server({"role": "user", "content": "Find x."})
-    {'role': 'user', 'content': 'Find x.'}
-    """
-    if not isinstance(message.get("content"), list):
-        return dict(message)
-    parts = content_parts(dict(message))
-    return {**message, "content": [_image(part["image"]) if part["type"] == "image" else part for part in parts]}
-
-
-def _image(image: Image.Image) -> dict[str, Any]:
-    file = io.BytesIO()
-    image.convert("RGB").save(file, "PNG")
-    encoded = base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
-
-
 def answer_to_server(observations: Sequence[Message], call_ids: Sequence[str]) -> list[Message]:
     """Return the environment's answer to a turn as the server's next messages.
 
@@ -148,7 +126,7 @@ def answer_to_server(observations: Sequence[Message], call_ids: Sequence[str]) -
     [{'role': 'tool', 'tool_call_id': 'call_0', 'content': 'Score 1.0'}]
     """
     if not call_ids:
-        shown = [to_server({**message, "role": "user"}) for message in observations]
+        shown = [openai_message({**message, "role": "user"}) for message in observations]
         return shown or [{"role": "user", "content": ""}]
     texts = [bare_text(message) for message in observations]
     if len(texts) != len(call_ids):
@@ -157,7 +135,7 @@ def answer_to_server(observations: Sequence[Message], call_ids: Sequence[str]) -
         {"role": "tool", "tool_call_id": call_id, "content": text}
         for call_id, text in zip(call_ids, texts, strict=True)
     ]
-    images = [_image(image) for image in message_images(observations)]
+    images = [{"type": "image", "image": image} for image in message_images(observations)]
     if images:
-        results.append({"role": "user", "content": images})
+        results.append(openai_message({"role": "user", "content": images}))
     return results

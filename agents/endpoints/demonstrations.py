@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agents.endpoints.chat import to_server
 from agents.types import Trajectory, is_success
 from envs.errors import UserError
 from envs.spec import EnvSpec
 from envs.tool_calls import ToolCall, ToolFormat, find_tool_calls, outside_tool_calls
+from envs.types import openai_message
 
 
 class Demonstrations:
@@ -59,7 +59,7 @@ def demonstration(trajectory: Trajectory, tool_format: ToolFormat) -> dict[str, 
 def _taught(message: Mapping[str, Any], tool_format: ToolFormat) -> dict[str, Any]:
     """Return a message with its calls apart, since the model to be taught may write them in another format."""
     if message["role"] != "assistant":
-        return to_server(message)
+        return openai_message(message)
     text = message["content"]
     # Read as the environment has read them, so that what is taught is what worked.
     calls = find_tool_calls(text, tool_format)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from itertools import count
 
-from agents.endpoints.chat import EndpointFault, answer_to_server, to_server
+from agents.endpoints.chat import EndpointFault, answer_to_server
 from agents.endpoints.client import EndpointClient
 from agents.endpoints.judge import load_rewards
 from agents.engines.base import Session
@@ -19,7 +19,7 @@ from agents.types import EndReason, SamplingParams, Turn
 from envs.execution.runner import StepResult
 from envs.spec import EnvLimits, EnvSpec
 from envs.tool_calls.thinking import TAGS, Thinking
-from envs.types import Message
+from envs.types import Message, openai_message
 
 
 def text_thinking(setting: str) -> Thinking | None:
@@ -78,7 +78,7 @@ class EndpointEpisode(Episode):
         """Alternate model and environment until one of them, or a limit, ends the episode."""
         try:
             # Encoded once: an image would be sent anew in each turn.
-            said = [to_server(message) for message in state.messages]
+            said = [openai_message(message) for message in state.messages]
         except Exception as error:  # an image that is only now decoded
             raise render_fault("prompt", error) from error
         room = self.limits.max_new_tokens

@@ -19,7 +19,7 @@ from typing import Any
 from PIL import Image
 from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
-from agents.endpoints.chat import Answer, EndpointFault, to_server
+from agents.endpoints.chat import Answer, EndpointFault
 from agents.endpoints.client import EndpointClient
 from agents.endpoints.settings import Endpoint, checked_endpoint
 from agents.rollout.rewards import Judge, RewardSum, Verdict, WeightedReward
@@ -32,7 +32,7 @@ from envs.execution.watchdog import WATCHDOG
 from envs.off_loop import off_loop
 from envs.spec import ENV_REWARD, REWARD
 from envs.tool_calls.thinking import TAGS, Thinking
-from envs.types import Message, bare_text, message_images
+from envs.types import Message, bare_text, message_images, openai_message
 
 FIELDS = ("question", "answer", "conversation", "label", "images")
 #: A judge's number stands at the end of what it says; the regex reads so many characters, the recording holds them.
@@ -103,7 +103,7 @@ class JudgeConfig(Endpoint):
         if images and len(texts) == 2:
             before, after = ({"type": "text", "text": text} for text in texts)
             content = [before, *({"type": "image", "image": image} for image in images), after]
-        body = {"messages": [to_server({"role": "user", "content": content})], "temperature": 0.0}
+        body = {"messages": [openai_message({"role": "user", "content": content})], "temperature": 0.0}
         if self.json_schema:
             schema = {"name": "verdict", "schema": self.json_schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
