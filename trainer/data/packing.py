@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +28,8 @@ from trainer.config.algorithm import AlgorithmConfig
 from trainer.types import Advantage, MicroBatch, Row, TokenBatch, TrainingSample
 
 T = TypeVar("T")
+#: The experts of each of R tokens in L layers, K a token.
+Routes = NDArray[np.uint8 | np.uint16]
 
 
 def build_minibatches(
@@ -262,23 +264,31 @@ def _kept_ids(samples: Sequence[TrainingSample], num_tokens: int) -> NDArray[np.
 
 
 def _routes(rows: Sequence[Row]) -> NDArray[np.int16] | None:
-    """Return the experts of each packed token, -1 where they are not known; None where those of no token are."""
-    known = [sample.routes_RLK for row in rows for sample in row.samples if sample.routes_RLK is not None]
-    if not known:
-        return None
-    # Filled in place: of a long micro-batch these are tens of megabytes.
-    routes_TLK = np.full((sum(row.num_tokens for row in rows), *known[0].shape[1:]), -1, dtype=np.int16)
+    """Return the experts of each packed token, as `row_routes` does."""
+    placed: list[tuple[int, Routes | None]] = []
     start = 0
     for row in rows:
         first = 0
         for sample in row.samples:
             # The tokens of a shared prompt come once, with those of the first sample.
-            num_tokens = len(sample.ids_T) - first
-            if sample.routes_RLK is not None:
-                own_RLK = sample.routes_RLK[first:]
-                routes_TLK[start : start + len(own_RLK)] = own_RLK
-            start += num_tokens
+            placed.append((start, None if sample.routes_RLK is None else sample.routes_RLK[first:]))
+            start += len(sample.ids_T) - first
             first = row.prefix_length
+    return row_routes(placed, start)
+
+
+def row_routes(placed: Iterable[tuple[int, Routes | None]], num_tokens: int) -> NDArray[np.int16] | None:
+    """Return the experts (T, L, K) of the tokens of a row, -1 where they are not known; None where those of none are.
+
+    `placed` are places in the row, and the experts of the tokens from there on.
+    """
+    known = [(start, routes_RLK) for start, routes_RLK in placed if routes_RLK is not None]
+    if not known:
+        return None
+    # Filled in place: of a long micro-batch these are tens of megabytes.
+    routes_TLK = np.full((num_tokens, *known[0][1].shape[1:]), -1, dtype=np.int16)
+    for start, routes_RLK in known:
+        routes_TLK[start : start + len(routes_RLK)] = routes_RLK
     return routes_TLK
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.types import ProcessedImage
-from trainer.data.packing import token_batch
+from trainer.data.packing import row_routes, token_batch
 from trainer.learner.layout import Layout
 from trainer.types import Row, TokenBatch, TrainingSample
 
@@ -118,21 +118,9 @@ def thd_row(samples: Sequence[TrainingSample], multiple: int = 1) -> ThdRow:
         before_N=np.concatenate(before),
         targets_N=np.concatenate([s.ids_T[s.mask_T] for s in samples]),
         images=tuple(image for sample in samples for image in sample.images),
-        routes_TLK=_routes(samples, starts),
+        # Padding has no route, and neither has the last written token, which was never read.
+        routes_TLK=row_routes(zip(starts, (sample.routes_RLK for sample in samples), strict=False), starts[-1]),
     )
-
-
-def _routes(samples: Sequence[TrainingSample], starts: Sequence[int]) -> NDArray[np.int16] | None:
-    """Return the experts (T, L, K) of the row's tokens, -1 for each token without a route; None: no stream has any."""
-    given = [sample.routes_RLK for sample in samples if sample.routes_RLK is not None]
-    if not given:
-        return None
-    routes_TLK = np.full((starts[-1], *given[0].shape[1:]), -1, np.int16)
-    for sample, start in zip(samples, starts, strict=False):  # `starts` also has the row's end
-        if sample.routes_RLK is not None:
-            # The last written token, which was never read, has no route, and neither has padding.
-            routes_TLK[start : start + len(sample.routes_RLK)] = sample.routes_RLK
-    return routes_TLK
 
 
 def padding_multiple(layout: Layout) -> int:
