@@ -257,7 +257,7 @@ def state_block(config: Any) -> int:
     What lies between them is computed again in the backward pass, one layer after the other: `state_rule`.
     """
     values = config.linear_num_value_heads * config.linear_value_head_dim
-    return 2 * _state_channels(config) + 18 * values + _norms_and_mlp(config)
+    return 2 * state_channels(config) + 18 * values + _norms_and_mlp(config)
 
 
 def state_rule(config: Any) -> int:
@@ -269,7 +269,7 @@ def state_rule(config: Any) -> int:
     key = config.linear_key_head_dim
     value = config.linear_value_head_dim
     head = 36 * key + 20 * value + 20 * CHUNK + 12 * key * value // CHUNK
-    return config.linear_num_value_heads * head + 4 * _state_channels(config)
+    return config.linear_num_value_heads * head + 4 * state_channels(config)
 
 
 def num_state_layers(config: Any) -> int:
@@ -277,7 +277,8 @@ def num_state_layers(config: Any) -> int:
     return (getattr(config, "layer_types", None) or []).count("linear_attention")
 
 
-def _state_channels(config: Any) -> int:
+def state_channels(config: Any) -> int:
+    """Return how many values a token the convolution of a state layer takes: queries, keys and values."""
     keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     return keys + config.linear_num_value_heads * config.linear_value_head_dim
 

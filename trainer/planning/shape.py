@@ -11,7 +11,7 @@ from typing import Any
 
 from agents.model.policy import PolicyModel
 from agents.model.state_plan import CHUNK
-from trainer.planning.memory import count_values, head_size, num_state_layers
+from trainer.planning.memory import count_values, head_size, num_state_layers, state_channels
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ def decoder_weights(text: Any) -> int:
     if states:
         attention += queries  # a gate for each value
         values = text.linear_num_value_heads * text.linear_value_head_dim
-        state_keys = text.linear_num_key_heads * text.linear_key_head_dim
-        # Queries, keys, values, their gate, the output; and two numbers for each head.
-        total += states * text.hidden_size * (2 * state_keys + 3 * values + 2 * text.linear_num_value_heads)
+        # What the convolution takes, the gate of the values, the output; and two numbers for each head.
+        outputs = state_channels(text) + 2 * values + 2 * text.linear_num_value_heads
+        total += states * text.hidden_size * outputs
     return total + (text.num_hidden_layers - states) * text.hidden_size * attention
 
 
