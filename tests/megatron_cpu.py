@@ -11,6 +11,7 @@ import os
 import sys
 import types
 import typing
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -141,6 +142,17 @@ def _name_transformer_engine() -> None:
     top, layers = types.ModuleType("transformer_engine"), Layers("transformer_engine.pytorch")
     top.pytorch, top.__version__ = layers, "2.20.2"  # type: ignore[attr-defined]
     sys.modules |= {"transformer_engine": top, "transformer_engine.pytorch": layers}
+
+
+def with_layout(flags: Mapping[str, Any]) -> Callable[[Any], None]:
+    """Return what changes the provider of a tiny network of three layers for the CPU and for a layout's flags."""
+
+    def change(provider: Any) -> None:
+        without_kernels(provider)
+        if "pp" in flags:
+            provider.num_layers_in_first_pipeline_stage = 2  # of three
+
+    return change
 
 
 def without_kernels(provider: Any) -> None:

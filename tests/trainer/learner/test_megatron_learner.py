@@ -50,7 +50,7 @@ def streams(folder: Path) -> list[list[TrainingSample]]:
 
 def rank_main(rank: int, folder: Path, layouts: Mapping[str, dict[str, Any]], out: Path) -> None:
     """Take a step under each layout, resume what the first one wrote, and let rank 0 keep what is left."""
-    from tests.megatron_cpu import on_cpu, without_kernels
+    from tests.megatron_cpu import on_cpu, with_layout
 
     minibatches = streams(folder)
     on_cpu()
@@ -59,15 +59,9 @@ def rank_main(rank: int, folder: Path, layouts: Mapping[str, dict[str, Any]], ou
     from trainer.learner.megatron.learner import MegatronLearner
 
     for name, flags in layouts.items():
-
-        def change(provider: Any, flags: dict[str, Any] = flags) -> None:
-            without_kernels(provider)
-            if "pp" in flags:
-                provider.num_layers_in_first_pipeline_stage = 2  # of three
-
         backend = LayoutConfig(backend="megatron", **flags)
         learner = MegatronLearner(
-            folder, PARAMS, 5, OPTIM, backend=backend, device="cpu", dtype=torch.float32, changed=change
+            folder, PARAMS, 5, OPTIM, backend=backend, device="cpu", dtype=torch.float32, changed=with_layout(flags)
         )
         shares = Layout.of(backend).data_parallel(2)
         number = learner.layout.data_rank(rank, 2)

@@ -182,7 +182,7 @@ PENALTY = AlgorithmConfig(kl_coef=0.1)
 
 def rank_main(rank: int, folder: Path, out: Path) -> None:
     """Take a step under each layout; rank 0 keeps its statistics, and log-probs of all ranks."""
-    from tests.megatron_cpu import on_cpu, without_kernels
+    from tests.megatron_cpu import on_cpu, with_layout
 
     samples = given(random_samples(PolicyModel.load(folder)))
     on_cpu()
@@ -191,12 +191,6 @@ def rank_main(rank: int, folder: Path, out: Path) -> None:
     from trainer.learner.megatron.learner import MegatronLearner
 
     for name, flags in LAYOUTS.items():
-
-        def change(provider: Any, flags: dict[str, Any] = flags) -> None:
-            without_kernels(provider)
-            if "pp" in flags:
-                provider.num_layers_in_first_pipeline_stage = 2  # of three
-
         learner = MegatronLearner(
             folder,
             PARAMS,
@@ -207,7 +201,7 @@ def rank_main(rank: int, folder: Path, out: Path) -> None:
             backend=LayoutConfig(backend="megatron", **flags),
             device="cpu",
             dtype=torch.float32,
-            changed=change,
+            changed=with_layout(flags),
         )
         shares = learner.layout.data_parallel(2)
         stats = learner.step([samples[learner.layout.data_rank(rank, 2) :: shares]])
