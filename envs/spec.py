@@ -59,6 +59,16 @@ BRIDGES: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+#: Those of `BRIDGES`, and "mcp", that ask servers.
+_ASK_SERVERS = ("mcp", "openenv")
+
+
+def _check_isolation(key: str, entry: Mapping[str, Any]) -> None:
+    """Raise ValueError where an entry's time limits could not hold."""
+    if key in _ASK_SERVERS and entry.get("isolation") == "inline":
+        raise ValueError(f"{key} needs isolation: thread or process, because servers may hang, got inline")
+
+
 #: The methods that an episode calls.
 _METHODS = ("reset", "step", "format_observation", "close")
 
@@ -177,8 +187,7 @@ class EnvSpec(BaseModel):
         if others := {"entry_point", "dataset", "dataset_options", *named_bridges[1:]} & entry.keys():
             named = ", ".join(sorted(others))
             raise ValueError(f"{key} must stand in place of entry_point and dataset, got {named} too")
-        if key == "openenv" and entry.get("isolation") == "inline":
-            raise ValueError("openenv needs isolation: thread or process, because servers may hang, got inline")
+        _check_isolation(key, entry)
         usual = dict(BRIDGES[key])
         if "reward_max_val" not in entry:  # the sum of its rewards has no best value that is known
             usual["success"] = NONE
@@ -200,8 +209,7 @@ class EnvSpec(BaseModel):
         servers = entry.pop("mcp")
         if not (isinstance(servers, list) and servers and all(isinstance(server, str) for server in servers)):
             raise ValueError(f"mcp must be a list of commands and URLs, got {servers!r}")
-        if entry.get("isolation") == "inline":
-            raise ValueError("mcp needs isolation: thread or process, because servers may hang, got inline")
+        _check_isolation("mcp", entry)
         options = entry.get("options", {})
         # A class of the user's own may take more.
         if "entry_point" not in entry and options not in ({}, {"shared": True}, {"shared": False}):
