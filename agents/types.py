@@ -309,11 +309,10 @@ class Trajectory:
     `sample_index` of problem number `group`, after `attempt` earlier attempts at the whole group. `kept_NK` are the ids
     that each of the model's tokens was drawn from, None where that was the whole vocabulary. `routes_RLK` are the
     experts that the first R tokens took in each layer, all but the last one of the last turn; None unless they were
-    asked for. The first
-    `num_prompt_messages` of `messages` are the problem's; `tools` are the schemas that the prompt shows. `rewards` has
-    the value of each reward function, if there are any; `reward` is then their weighted sum. `verdicts` has
-    the text of each judge among them. `metadata` is a plain copy
-    of the sample's, `is_exact` if none of its values had to become text; reward functions get the sample's own.
+    asked for. The first `num_prompt_messages` of `messages` are the problem's; `tools` are the schemas that the prompt
+    shows. `rewards` has the value of each reward function, if there are any; `reward` is then their weighted sum.
+    `verdicts` has the text of each judge among them. `metadata` is a plain copy of the sample's,
+    `is_exact` if none of its values had to become text; reward functions get the sample's own.
 
     Example: prompt of 4 tokens, the model writes 3, the environment 2, the model 2::
 

