@@ -200,7 +200,7 @@ class GenerateRequest:
     """A request for one model turn: the whole stream so far, placeholders expanded, with its images.
 
     `num_routed` is how many of its first tokens have known experts already; the completion has those of all that
-    follow. With None it has none.
+    follow. With None it has none. `stream` is the number of the stream in its episode, from 0.
     """
 
     ids: tuple[int, ...]
@@ -209,6 +209,7 @@ class GenerateRequest:
     sampling: SamplingParams
     seed: int
     num_routed: int | None = None
+    stream: int = 0
 
 
 def add_run(runs: list[tuple[int, int]], version: int, count: int) -> None:
@@ -244,11 +245,12 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One model turn: the span `[start, end)` of its tokens in the stream, its text, and the environment's answer.
+    """One model turn: the span `[start, end)` of its tokens in its stream, its text, and the environment's answer.
 
     `observations` are the answer's chat messages; the model does not see those after the last turn. `done` says that
     the environment ended the task. `versions` and `num_cached` are the completion's. Times are seconds. `reward` is the
     turn's part of the trajectory's reward. `usage` has a server's own counts of tokens, where there are no ids.
+    `stream` is the number of the stream in `Trajectory.streams`.
     """
 
     start: int
@@ -264,6 +266,7 @@ class Turn:
     done: bool = False
     reward: float = 0.0
     usage: Mapping[str, int] = field(default_factory=dict)
+    stream: int = 0
 
 
 @dataclass(frozen=True)
@@ -301,23 +304,50 @@ def messages_before_turns(
     return messages[: max(num_prompt, len(messages) - num_after)]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Trajectory:
-    """One finished episode as one append-only token stream.
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    """One append-only token stream of an episode: a conversation as the model has read and written it.
 
-    `mask_T` is True exactly on the tokens that the model sampled; `logprobs_T` is 0 elsewhere. The trajectory is sample
-    `sample_index` of problem number `group`, after `attempt` earlier attempts at the whole group. `kept_NK` are the ids
-    that each of the model's tokens was drawn from, None where that was the whole vocabulary. `routes_RLK` are the
-    experts that the first R tokens took in each layer, all but the last one of the last turn; None unless they were
-    asked for. The first `num_prompt_messages` of `messages` are the problem's; `tools` are the schemas that the prompt
-    shows. `rewards` has the value of each reward function, if there are any; `reward` is then their weighted sum.
-    `verdicts` has the text of each judge among them. `metadata` is a plain copy of the sample's,
-    `is_exact` if none of its values had to become text; reward functions get the sample's own.
+    `mask_T` is True exactly on the tokens that the model sampled in this stream; `logprobs_T` is 0 elsewhere. `turns`
+    are those that it wrote here. `kept_NK` are the ids that each of its tokens was drawn from, None where that was the
+    whole vocabulary. `routes_RLK` are the experts that the first R tokens took in each layer, all but the last one of
+    the last turn; None unless they were asked for. The first `num_opening` of `messages` are those of the prompt;
+    `tools` are the schemas that it shows. An assistant's message from number `num_given` on is a turn of the model, in
+    this stream or an earlier one, and stands in the prompt with its control tokens.
 
     Example: prompt of 4 tokens, the model writes 3, the environment 2, the model 2::
 
         ids_T       p p p p m m m e e m m
         mask_T      0 0 0 0 1 1 1 0 0 1 1
+    """
+
+    ids_T: NDArray[np.int64]
+    mask_T: NDArray[np.bool_]
+    logprobs_T: NDArray[np.float32]
+    images: tuple[ProcessedImage, ...]
+    turns: tuple[Turn, ...]
+    prompt_length: int
+    messages: tuple[Mapping[str, Any], ...] = ()
+    num_opening: int = 0
+    num_given: int = 0
+    tools: tuple[Mapping[str, Any], ...] = ()
+    kept_NK: NDArray[np.int32] | None = None
+    routes_RLK: NDArray[np.uint8 | np.uint16] | None = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Trajectory:
+    """One finished episode: its turns, in the order in which they were played, and its token streams.
+
+    Most episodes have one stream, whose fields (`TokenStream`) are the trajectory's own. Where the history was cut, or
+    an agent holds several conversations, these are of the first one, and `later` has the others; `streams` has all.
+    `turns` are those of all streams.
+
+    The trajectory is sample `sample_index` of problem number `group`, after `attempt` earlier attempts at the whole
+    group. The first `num_prompt_messages` of `messages` are the problem's. `rewards` has the value of each reward
+    function, if there are any; `reward` is then their weighted sum. `verdicts` has the text of each judge among them.
+    `metadata` is a plain copy of the sample's, `is_exact` if none of its values had to become text; reward functions
+    get the sample's own.
     """
 
     sample_id: str
@@ -345,12 +375,42 @@ class Trajectory:
     is_exact: bool = True
     kept_NK: NDArray[np.int32] | None = None
     routes_RLK: NDArray[np.uint8 | np.uint16] | None = None
+    later: tuple[TokenStream, ...] = ()
 
     def __repr__(self) -> str:
         return (
-            f"Trajectory({self.sample_id!r}, {len(self.turns)} turns, {len(self.ids_T)} tokens, "
+            f"Trajectory({self.sample_id!r}, {len(self.turns)} turns, {self.num_tokens} tokens, "
             f"reward {self.reward}, {self.end_reason.value}{f', {self.error!r:.200}' if self.error else ''})"
         )
+
+    @property
+    def streams(self) -> tuple[TokenStream, ...]:
+        """All token streams, in the order in which they began."""
+        num_opening = len(self.opening)
+        first = TokenStream(
+            ids_T=self.ids_T,
+            mask_T=self.mask_T,
+            logprobs_T=self.logprobs_T,
+            images=self.images,
+            turns=self._first_turns,
+            prompt_length=self.prompt_length,
+            messages=self.messages,
+            num_opening=num_opening,
+            num_given=num_opening,
+            tools=self.tools,
+            kept_NK=self.kept_NK,
+            routes_RLK=self.routes_RLK,
+        )
+        return (first, *self.later)
+
+    @property
+    def _first_turns(self) -> tuple[Turn, ...]:
+        return tuple(turn for turn in self.turns if turn.stream == 0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all streams, each as long as it is."""
+        return len(self.ids_T) + sum(len(stream.ids_T) for stream in self.later)
 
     @property
     def env_reward(self) -> float:
@@ -379,7 +439,7 @@ class Trajectory:
     @property
     def opening(self) -> Sequence[Mapping[str, Any]]:
         """The messages before the first turn: the problem, then the first observation."""
-        observations = [turn.observations for turn in self.turns]
+        observations = [turn.observations for turn in self._first_turns]
         return messages_before_turns(self.messages, self.num_prompt_messages, observations)
 
     @property
@@ -390,7 +450,8 @@ class Trajectory:
     @property
     def num_model_tokens(self) -> int:
         """Tokens that the model sampled; without ids, those that its server has counted."""
-        return int(self.mask_T.sum()) + sum(turn.usage.get("completion_tokens", 0) for turn in self.turns)
+        in_streams = int(self.mask_T.sum()) + sum(int(stream.mask_T.sum()) for stream in self.later)
+        return in_streams + sum(turn.usage.get("completion_tokens", 0) for turn in self.turns)
 
 
 @dataclass(frozen=True, eq=False)

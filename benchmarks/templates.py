@@ -97,7 +97,7 @@ def play(renderer: Renderer, shows: bool, seed: int) -> dict[str, int]:
     )
     trajectories = [group.trajectories[0] for group in groups]
     assert all(len(t.turns) >= 1 for t in trajectories), next(t.error for t in trajectories if not t.turns)
-    mismatches = [template_mismatch(t, renderer) for t in trajectories]
+    mismatches = [template_mismatch(t.streams[0], renderer) for t in trajectories]
     return {
         "episodes": len(trajectories),
         "boundaries": sum(len(t.turns) for t in trajectories),

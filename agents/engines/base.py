@@ -68,8 +68,8 @@ class Session(Protocol):
     """One episode's turns on an engine, which may keep what it has read from turn to turn."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Write one model turn. The request's ids extend what the session has read and written, or are the same again
-        after a call that was cancelled.
+        """Write one model turn. The request's ids extend what the session has read and written of the same
+        `GenerateRequest.stream`, or are the same again after a call that was cancelled. Another stream begins anew.
 
         The ids are those that were drawn, verbatim: none is decoded and encoded again. The turn ends with the first
         stop id, which belongs to it ("stop"), or after `max_new_tokens` ("length"). The log-probs are those of

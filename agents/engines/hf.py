@@ -35,13 +35,17 @@ from agents.types import Completion, GenerateRequest, ProcessedImage
 
 @dataclass(eq=False)
 class _Session:
-    """A session, and the part of its stream that the network has read."""
+    """A session, and the part of its latest stream that the network has read."""
 
     engine: HFEngine
     order: int
     prefix: CachedPrefix = field(default_factory=CachedPrefix)
+    stream: int = 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
+        if request.stream != self.stream:
+            self.stream = request.stream
+            self.drop_prefix()
         prefix_ids = self.prefix.ids
         assert request.ids[: len(prefix_ids)] == prefix_ids, "the stream must extend what the session has read"
         return await self.engine.submit(self, request)

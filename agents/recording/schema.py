@@ -35,7 +35,7 @@ from pydantic import (
 )
 
 from agents.recording.safe_files import memory_of
-from agents.types import EndReason, Trajectory, messages_before_turns
+from agents.types import EndReason, TokenStream, Trajectory, Turn, messages_before_turns
 from envs.spec import ENV_REWARD, EnvSpec
 from envs.tool_calls.thinking import Thinking
 
@@ -302,6 +302,26 @@ class EpisodeRecord(_Record):
         """The messages before the first turn: the problem, then the first observation."""
         observations = [turn.observations for turn in self.turns]
         return messages_before_turns(self.messages, self.num_prompt_messages, observations)
+
+    @property
+    def streams(self) -> tuple[TokenStream, ...]:
+        """The token streams, to be checked: their images have no pixels."""
+        num_opening = len(self.opening)
+        return (
+            TokenStream(
+                ids_T=self.ids_T,
+                mask_T=self.mask_T,
+                logprobs_T=self.logprobs_T,
+                images=self.images,  # type: ignore[arg-type]
+                turns=tuple(Turn(**dict(turn)) for turn in self.turns),
+                prompt_length=self.prompt_length,
+                messages=self.messages,
+                num_opening=num_opening,
+                num_given=num_opening,
+                kept_NK=self.kept_NK,
+                routes_RLK=self.routes_RLK,
+            ),
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -6,7 +6,7 @@ Legend: T tokens of one stream.
 from __future__ import annotations
 
 from agents.recording.schema import EpisodeRecord
-from agents.rollout.invariants import Vocabulary, broken_invariant, broken_spans, broken_stream
+from agents.rollout.invariants import Vocabulary, broken_invariant, broken_spans, broken_stream, in_stream
 from agents.types import EndReason
 
 
@@ -21,8 +21,13 @@ def broken_record(episode: EpisodeRecord, vocabulary: Vocabulary | None = None) 
     if len(episode.logprobs) != num_written:
         return f"{len(episode.logprobs)} log-probs for {num_written} masked tokens"
     # Its stream broke a rule when it was played: that is why it ended, and people want to see it.
-    if episode.end_reason is EndReason.INVALID_STREAM:
-        return broken_spans(episode)
-    if vocabulary:
-        return broken_invariant(episode, vocabulary)
-    return broken_stream(episode)
+    for number, stream in enumerate(episode.streams, 1):
+        if episode.end_reason is EndReason.INVALID_STREAM:
+            rule = broken_spans(stream)
+        elif vocabulary:
+            rule = broken_invariant(stream, vocabulary)
+        else:
+            rule = broken_stream(stream)
+        if rule is not None:
+            return in_stream(number, rule)
+    return None

@@ -195,21 +195,26 @@ class Renderer:
             return self.encoder.added[token]
         return None
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
-        """Return the stream that opens an episode, ending where the model begins to write.
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), num_given: int | None = None
+    ) -> Rendered:
+        """Return the tokens that open a stream, ending where the model begins to write.
 
-        The latest prompts are cached by content, so the samples of a group share one rendering.
+        From message `num_given` on (None: nowhere), an assistant's messages are the model's own, as in `text`. The
+        latest prompts are cached by content, so the samples of a group share one rendering.
 
         Raises:
             UserError: there is an image and the model reads none, or a system message and the template takes none.
         """
         images = self._process(messages)
         grids = tuple((image.digest, image.grid_thw) for image in images)
-        key = (tuple(map(_content_key, messages)), grids, repr(tools) if tools else "")
+        if num_given is None:
+            num_given = len(messages)
+        key = (tuple(map(content_key, messages)), grids, repr(tools) if tools else "", num_given)
         ids = self._prompts.get(key)
         # Rendering and encoding are the dear part; a key is made of texts that are there.
         if ids is None:
-            text = self.text(messages, tools, len(messages))
+            text = self.text(messages, tools, num_given)
             ids = self._prompts[key] = tuple(self.expand(self.encoder.encode(text), images))
             if len(self._prompts) > MAX_PROMPTS:
                 self._prompts.popitem(last=False)
@@ -374,7 +379,7 @@ class Renderer:
         return self.encoder.decode(ids[:-1] if ids and ids[-1] in self._stops else ids)
 
 
-def _content_key(message: Message) -> tuple[Any, ...]:
+def content_key(message: Message) -> tuple[Any, ...]:
     """Return a cache key for a message's role and texts; the caller adds the digests of its images."""
     content = message.get("content") or ""
     if not isinstance(content, str):

@@ -101,7 +101,6 @@ class ConversationRenderer:
                 write a message, or there are more tokens than the model may read. Names the conversation and the rule.
         """
         where = conversation.where
-        tools = conversation.tools
         # A column of Arrow gives each message the keys of all messages, with None for those that it lacks.
         given = [{k: v for k, v in message.items() if v is not None} for message in conversation.messages]
         learnt = [_is_learnt(message, f"{where} messages[{place}]") for place, message in enumerate(given)]
@@ -128,9 +127,9 @@ class ConversationRenderer:
         if len(stream.ids) > self.context_length:
             fix = "raise --context-length, or leave the row out"
             raise UserError(where, f"must have at most {self.context_length} tokens", len(stream.ids), fix)
-        rule = broken_invariant(trajectory, self._vocabulary, stream.pieces)
+        rule = broken_invariant(trajectory.streams[0], self._vocabulary, stream.pieces)
         if rule is None and self.check_template_every and self._num_made % self.check_template_every == 0:
-            rule = template_mismatch(trajectory, self.renderer, tools)
+            rule = template_mismatch(trajectory.streams[0], self.renderer)
         self._num_made += 1
         if rule is not None:
             raise UserError(where, "must make a sound stream", rule, "use another chat template, or report this")
@@ -175,6 +174,8 @@ class ConversationRenderer:
             end_reason=EndReason.COMPLETED,
             prompt_length=stream.prompt_length,
             messages=messages,
+            num_prompt_messages=places[0],
+            tools=tuple(conversation.tools),
         )
         return trajectory, stream
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -18,11 +18,28 @@ from typing import Any
 
 from agents.engines.base import Engine, Session
 from agents.rendering.renderer import Renderer
-from agents.rollout.invariants import Vocabulary, broken_invariant, broken_routes, broken_turn, check_types
+from agents.rollout.history import History
+from agents.rollout.invariants import (
+    Vocabulary,
+    broken_invariant,
+    broken_routes,
+    broken_turn,
+    check_types,
+    in_stream,
+)
 from agents.rollout.rewards import RewardSum
 from agents.rollout.stream import Stream
 from agents.rollout.template_check import template_mismatch
-from agents.types import EndReason, GenerateRequest, RouteShape, SamplingParams, Timing, Trajectory, Turn
+from agents.types import (
+    EndReason,
+    GenerateRequest,
+    RouteShape,
+    SamplingParams,
+    Timing,
+    TokenStream,
+    Trajectory,
+    Turn,
+)
 from envs.contract import EnvFault, EpisodeEnv, ToolFault, is_json, plain_dict
 from envs.execution.runner import EnvRunner, StepResult
 from envs.spec import EnvLimits, EnvSpec
@@ -66,12 +83,44 @@ class EpisodeState:
     seed: int
     messages: list[Message]
     checks_template: bool
-    stream: Stream = field(default_factory=Stream)
+    streams: list[Stream] = field(init=False)
+    #: The stream in which the model writes now, as a place in `streams`.
+    place: int = 0
     turns: list[Turn] = field(default_factory=list)
     tools: Sequence[Mapping[str, Any]] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     is_exact: bool = True
     check_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        # One list, as long as the history is not cut.
+        self.streams = [Stream(self.messages)]
+
+    @property
+    def stream(self) -> Stream:
+        """The stream in which the model writes now."""
+        return self.streams[self.place]
+
+    def say(self, messages: Iterable[Message]) -> None:
+        """Append messages to the whole conversation and to that of the stream."""
+        said = list(messages)
+        self.messages += said
+        if self.stream.messages is not self.messages:
+            self.stream.messages += said
+
+    def begin_stream(self, stream: Stream) -> None:
+        """Go on in a new stream."""
+        # The first stream keeps what it said, the conversation goes on.
+        self.messages = [*self.messages]
+        self.place = len(self.streams)
+        self.streams.append(stream)
+
+    def frozen_streams(self) -> tuple[TokenStream, ...]:
+        """Return all streams as they are, each with its turns."""
+        return tuple(
+            stream.frozen([turn for turn in self.turns if turn.stream == place])
+            for place, stream in enumerate(self.streams)
+        )
 
 
 class Episode:
@@ -79,7 +128,8 @@ class Episode:
 
     The environment gets only what the model says outside of `thinking` (None: each turn as it is); the stream and the
     turns of the trajectory hold all of it. `rewards` are the reward functions of the run, if it has any. With `routes`
-    the engine is asked which experts each token takes, as the shape says; it must be one that `gives_routes`.
+    the engine is asked which experts each token takes, as the shape says; it must be one that `gives_routes`. `history`
+    says what of the conversation the model goes on seeing; where it cuts, a new stream begins.
 
     Example::
 
@@ -98,6 +148,7 @@ class Episode:
         thinking: Thinking | None = None,
         rewards: RewardSum = RewardSum(),
         routes: RouteShape | None = None,
+        history: History | None = None,
     ) -> None:
         self.engine = engine
         self.renderer = renderer
@@ -107,6 +158,7 @@ class Episode:
         self.thinking = thinking
         self.rewards = rewards
         self.routes = routes
+        self.history = history
         self._numbers = count()
         self._vocabulary = Vocabulary.of(renderer)
 
@@ -143,23 +195,23 @@ class Episode:
         env = EnvRunner(build, self.limits.env, sample.id, self.thinking)
         state = EpisodeState(env, seed, list(sample.prompt), checks_template)
         reward, end_reason, error = await self._play(state)
-        stream = state.stream
-        ids_T, mask_T, logprobs_T = stream.arrays()
+        first, *later = state.frozen_streams()
         trajectory = Trajectory(
             sample_id=sample.id,
             sample_index=sample_index,
             seed=seed,
-            ids_T=ids_T,
-            mask_T=mask_T,
-            logprobs_T=logprobs_T,
-            kept_NK=stream.kept_NK,
-            routes_RLK=stream.routes_RLK,
-            images=stream.images,
+            ids_T=first.ids_T,
+            mask_T=first.mask_T,
+            logprobs_T=first.logprobs_T,
+            kept_NK=first.kept_NK,
+            routes_RLK=first.routes_RLK,
+            images=first.images,
             turns=tuple(state.turns),
             reward=reward,
             end_reason=end_reason,
-            prompt_length=stream.prompt_length,
-            messages=tuple(state.messages),
+            prompt_length=first.prompt_length,
+            messages=first.messages,
+            later=tuple(later),
             error=error,
             metadata=sample.metadata,
             label=sample.label,
@@ -184,7 +236,7 @@ class Episode:
         try:
             # Opened before the environment: which episodes share a batch must not depend on how fast environments are.
             async with self.engine.session() as session:
-                state.messages.extend(await env.open())
+                state.say(await env.open())
                 self._read_prompt(state)
                 end_reason = await self._alternate(session, state)
             reward = await env.reward(state.turns[-1].text if state.turns else "")
@@ -217,9 +269,7 @@ class Episode:
         error = trajectory.error
         rule = None
         if end_reason is not EndReason.INVALID_STREAM:
-            rule = broken_invariant(trajectory, self._vocabulary, state.stream.pieces)
-            if rule is None and state.checks_template:
-                rule = template_mismatch(trajectory, self.renderer, state.tools)
+            rule = self._broken_rule(trajectory, state)
         # The environment's own error stays: it may be the cause.
         if rule is not None:
             end_reason = EndReason.INVALID_STREAM
@@ -232,18 +282,31 @@ class Episode:
         facts = {"metadata": state.metadata, "is_exact": state.is_exact}
         return replace(trajectory, end_reason=end_reason, error=error, timing=timing, **facts)
 
+    def _broken_rule(self, trajectory: Trajectory, state: EpisodeState) -> str | None:
+        """Return the first rule that one of the streams breaks."""
+        for number, (stream, grown) in enumerate(zip(trajectory.streams, state.streams, strict=True), 1):
+            rule = broken_invariant(stream, self._vocabulary, grown.pieces)
+            if rule is None and state.checks_template:
+                rule = template_mismatch(stream, self.renderer)
+            if rule is not None:
+                return in_stream(number, rule)
+        return None
+
     def _read_prompt(self, state: EpisodeState) -> None:
+        stream = state.stream
         if self.use_tools:
             state.tools = state.env.tools
+        stream.tools = state.tools
+        stream.num_opening = stream.num_given = len(state.messages)
         try:
-            state.stream.read(self.renderer.prompt(state.messages, state.tools))
+            stream.read(self.renderer.prompt(state.messages, state.tools))
         except Exception as error:  # the first observation may hold anything
             raise render_fault("prompt", error) from error
 
     async def _alternate(self, session: Session, state: EpisodeState) -> EndReason:
         """Alternate model and environment until one of them, or a limit, ends the episode."""
         for number in range(1, self.limits.max_turns + 1):
-            room, limit = self._room(state.stream)
+            room, limit = self._room(state)
             # Asked before the turn: an engine that gets no room would answer with nothing.
             if room <= 0:
                 return limit
@@ -256,8 +319,8 @@ class Episode:
             if result.done:
                 return EndReason.COMPLETED
             if number < self.limits.max_turns:
-                room, limit = self._room(state.stream)
-                if not self._observe(state, result.messages, room):
+                limit = self._observe(state, result.messages)
+                if limit is not None:
                     return limit
         return EndReason.MAX_TURNS
 
@@ -266,7 +329,7 @@ class Episode:
         stream = state.stream
         seed = state.seed * 1000 + number - 1
         num_routed = stream.num_routed if self.routes else None
-        request = GenerateRequest(stream.ids, stream.images, room, self.sampling, seed, num_routed)
+        request = GenerateRequest(stream.ids, stream.images, room, self.sampling, seed, num_routed, state.place)
         asked = time.perf_counter()
         completion = await session.generate(request)
         answered = time.perf_counter()
@@ -288,6 +351,7 @@ class Episode:
             info={},
             engine_s=answered - asked,
             env_s=0.0,
+            stream=state.place,
         )
         return await self._answer(state, turn, rule)
 
@@ -296,7 +360,7 @@ class Episode:
 
         Adds the turn to the state in any case, then raises the fault of engine or environment, if there is one.
         """
-        state.messages.append({"role": "assistant", "content": turn.text})
+        state.say([{"role": "assistant", "content": turn.text}])
         env_s = state.env.seconds
         result = _NO_STEP
         if rule is None:
@@ -330,36 +394,62 @@ class Episode:
         except (OverflowError, TypeError):  # ids that are no tokens: `broken_turn` reports them
             return ""
 
-    def _room(self, stream: Stream) -> tuple[int, EndReason]:
+    def _room(self, state: EpisodeState) -> tuple[int, EndReason]:
         """Return how many more tokens fit, and the end reason once none do."""
-        length = len(stream.ids)
         # Observations count: they fill the stream as the model's words do.
-        budget = self.limits.max_new_tokens - (length - stream.prompt_length)
-        room = self.engine.context_length - length
+        appended = sum(len(stream.ids) - stream.prompt_length for stream in state.streams)
+        budget = self.limits.max_new_tokens - appended
+        room = self.engine.context_length - len(state.stream.ids)
         if budget <= room:
             return (budget, EndReason.TOKEN_BUDGET)
         return (room, EndReason.CONTEXT_FULL)
 
-    def _observe(self, state: EpisodeState, observed: Sequence[Message], room: int) -> bool:
-        """Append the observation as the template writes it after a model turn; return False where it does not fit.
-
-        A text that is too long to fit is not tokenised: that would block all other episodes.
+    def _observe(self, state: EpisodeState, observed: Sequence[Message]) -> EndReason | None:
+        """Append the observation as the template writes it after a model turn, or begin a stream where the history is
+        cut; return the end reason where it does not fit.
         """
         # Some templates cannot write two turns of the assistant in a row.
         observed = observed or ({"role": "user", "content": ""},)
-        texts = [part.get("text", "") for message in observed for part in content_parts(message)]
-        if sum(map(len, texts)) > max(0, room) * self.renderer.max_token_chars:
-            return False
+        room, limit = self._room(state)
         try:
+            if self.history:
+                num_opening = state.streams[0].num_opening
+                shown = self.history.shown([*state.messages, *observed], num_opening)
+                if not state.stream.extended_by(shown):
+                    return self._begin_stream(state, observed, shown)
+            if not self._may_fit(observed, room):
+                return limit
             suffix = self.renderer.suffix(observed, last_id=state.stream.ids[-1], has_tools=bool(state.tools))
         except Exception as error:  # an environment's message may hold anything
             raise render_fault("observation", error) from error
         # One token at least must be left to write, or the turn would be empty.
         if len(suffix.ids) >= room:
-            return False
+            return limit
         state.stream.read(suffix)
-        state.messages.extend(observed)
-        return True
+        state.say(observed)
+        return None
+
+    def _begin_stream(self, state: EpisodeState, observed: Sequence[Message], shown: list[Message]) -> EndReason | None:
+        """Begin a stream whose prompt is what is shown of the conversation; return the end reason if it is too long."""
+        room = self.engine.context_length
+        if not self._may_fit(shown, room):
+            return EndReason.CONTEXT_FULL
+        stream = Stream(shown, state.tools)
+        stream.num_opening = len(shown)
+        # The opening is never cut, and what the assistant says after it are the model's own turns.
+        stream.num_given = state.streams[0].num_given
+        rendered = self.renderer.prompt(shown, state.tools, stream.num_given)
+        if len(rendered.ids) >= room:
+            return EndReason.CONTEXT_FULL
+        stream.read(rendered)
+        state.begin_stream(stream)
+        state.messages += observed
+        return None
+
+    def _may_fit(self, messages: Sequence[Message], room: int) -> bool:
+        """Return False for a text that is too long to fit: tokenising it would block all other episodes."""
+        texts = [part.get("text", "") for message in messages for part in content_parts(message)]
+        return sum(map(len, texts)) <= max(0, room) * self.renderer.max_token_chars
 
 
 class MixedEpisode(Episode):

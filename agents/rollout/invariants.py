@@ -20,13 +20,10 @@ from numpy.typing import NDArray
 
 from agents.rendering.renderer import Rendered, Renderer
 from agents.rollout.stream import first_difference
-from agents.types import Completion, Finish, GenerateRequest, RouteShape, Trajectory, Turn
+from agents.types import Completion, Finish, GenerateRequest, RouteShape, TokenStream, Turn
 
 if TYPE_CHECKING:
-    # A recorded episode has the same fields.
-    from agents.recording.schema import EpisodeRecord, TurnRecord
-
-    TokenStream = Trajectory | EpisodeRecord
+    from agents.recording.schema import TurnRecord
 
 #: Rounding may lift a log-prob this far above 0.
 MAX_LOGPROB = 1e-4
@@ -203,10 +200,17 @@ def _broken_kept(ids_N: NDArray[Any], kept_NK: NDArray[np.int32], where: str = "
     return f"{where}token {place + 1}, id {ids_N[place]}, is none of the ids that it was drawn from"
 
 
+def in_stream(number: int, rule: str) -> str:
+    """Return a rule with the number of the stream that breaks it, from 1; most episodes have the first one alone."""
+    if number == 1:
+        return rule
+    return f"stream {number}: {rule}"
+
+
 def broken_invariant(
     stream: TokenStream, vocabulary: Vocabulary, pieces: Sequence[Rendered | Completion] = ()
 ) -> str | None:
-    """Return the first rule that a finished trajectory breaks; None when all hold.
+    """Return the first rule that a finished stream breaks; None when all hold.
 
     Rules: those of `broken_stream`. The model sampled no suppressed id. Each image has one unbroken run of
     placeholders, as long as its grid says, in order.

@@ -5,15 +5,26 @@ Legend: T tokens of the stream, R of them with known experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.rendering.renderer import Rendered
-from agents.types import Completion, ProcessedImage
+from agents.rendering.renderer import Rendered, content_key
+from agents.types import Completion, ProcessedImage, TokenStream, Turn
+from envs.types import Message, content_parts
+
+
+def is_same(one: Message, other: Message) -> bool:
+    """Return whether two messages of an episode say the same; their images must be the same objects."""
+    if one is other:
+        return True
+    if content_key(one) != content_key(other):
+        return False
+    pairs = zip(content_parts(one), content_parts(other), strict=True)
+    return all(part.get("image") is same.get("image") for part, same in pairs)
 
 
 def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
@@ -40,7 +51,13 @@ class Stream:
         stream.arrays()[1]                                  # mask_T: 0 0 0 0 1 1 1 0 0
     """
 
-    def __init__(self) -> None:
+    def __init__(self, messages: list[Message] | None = None, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        #: What the stream says, as messages, and the tools that its prompt shows.
+        self.messages = [] if messages is None else messages
+        self.tools = tools
+        #: See `TokenStream`.
+        self.num_opening = 0
+        self.num_given = 0
         self.ids: tuple[int, ...] = ()
         self.images: tuple[ProcessedImage, ...] = ()
         #: What was read (`Rendered`) and written (`Completion`), in order.
@@ -55,6 +72,18 @@ class Stream:
         if self.pieces:
             return len(self.pieces[0].ids)
         return 0
+
+    def extended_by(self, messages: Sequence[Message]) -> bool:
+        """Return whether a conversation goes on from the stream's last turn: it begins with all that the stream says,
+        and the model says nothing of what follows.
+        """
+        known = len(self.messages)
+        return (
+            self.last_turn is not None
+            and len(messages) > known
+            and all(message["role"] != "assistant" for message in messages[known:])
+            and all(map(is_same, self.messages, messages))
+        )
 
     def read(self, rendered: Rendered) -> None:
         """Append tokens that the model did not write."""
@@ -87,6 +116,24 @@ class Stream:
         """The experts of the first `num_routed` tokens; None unless all turns have theirs, and none was cut off."""
         written = [piece for piece in self.pieces if isinstance(piece, Completion)]
         return _joined([None if piece.finish == "abort" else piece.routes_RLK for piece in written])
+
+    def frozen(self, turns: Sequence[Turn]) -> TokenStream:
+        """Return the stream as it is; `turns` are those that were written in it."""
+        ids_T, mask_T, logprobs_T = self.arrays()
+        return TokenStream(
+            ids_T=ids_T,
+            mask_T=mask_T,
+            logprobs_T=logprobs_T,
+            images=self.images,
+            turns=tuple(turns),
+            prompt_length=self.prompt_length,
+            messages=tuple(self.messages),
+            num_opening=self.num_opening,
+            num_given=self.num_given,
+            tools=tuple(self.tools),
+            kept_NK=self.kept_NK,
+            routes_RLK=self.routes_RLK,
+        )
 
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.float32]]:
         """Return ids_T, mask_T and logprobs_T; log-probs are 0 in a turn that has more or fewer of them than tokens."""

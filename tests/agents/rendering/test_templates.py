@@ -143,6 +143,7 @@ def played(
         end_reason=EndReason.MAX_TURNS,
         prompt_length=len(rendered.ids),
         messages=tuple(messages),
+        tools=tuple(tools),
     )
 
 
@@ -198,7 +199,7 @@ def test_the_check_finds_nothing_in_a_right_stream(
     prompt, turns = data.draw(conversations(shows_images(name)))
     for write in (canonical, letters):
         trajectory = played(renderer, prompt, [(write(renderer, text), answers) for text, answers in turns], tools)
-        assert template_mismatch(trajectory, renderer, tools) is None
+        assert template_mismatch(trajectory.streams[0], renderer) is None
 
 
 @EVERY
@@ -222,7 +223,7 @@ def test_the_check_finds_any_token_that_the_template_did_not_write(name: str, da
             for u in t.turns
         ),
     )
-    found = template_mismatch(broken, renderer)
+    found = template_mismatch(broken.streams[0], renderer)
     assert (found or "").startswith(f"before turn {number}: the stream has [")
 
 
@@ -234,16 +235,18 @@ def test_the_check_names_turn_place_and_tokens() -> None:
     assert renderer.decode(t.ids_T[newline : newline + 1].tolist()) == "\n"
     broken = replace(t, ids_T=np.delete(t.ids_T, newline))
     start = renderer.encoder.added["<|im_start|>"]
-    assert template_mismatch(broken, renderer) == (
+    assert template_mismatch(broken.streams[0], renderer) == (
         f"before turn 2: the stream has [{start} '<|im_start|>', "
         + ", ".join(f"{i} {renderer.encoder.decode([i])!r}" for i in broken.ids_T[newline + 1 : newline + 6])
         + f", ...] at {newline}, the template writes [{t.ids_T[newline]} '\\n', {start} '<|im_start|>', "
         + ", ".join(f"{i} {renderer.encoder.decode([i])!r}" for i in t.ids_T[newline + 2 : newline + 6])
         + ", ...]"
     )
-    assert template_mismatch(replace(t, ids_T=t.ids_T[:0], turns=()), renderer) is None
+    assert template_mismatch(replace(t, ids_T=t.ids_T[:0], turns=()).streams[0], renderer) is None
     other = replace(t, messages=(*prompt, {"role": "assistant", "content": "c"}, {"role": "tool", "content": "b"}))
-    assert template_mismatch(other, renderer) == "before turn 2: message 2 is not the text of the turn before"
+    assert (
+        template_mismatch(other.streams[0], renderer) == "before turn 2: message 2 is not the text of the turn before"
+    )
 
 
 def test_the_check_takes_a_cut_turn_an_empty_answer_and_a_stream_that_ends_with_a_turn() -> None:
@@ -252,9 +255,9 @@ def test_the_check_takes_a_cut_turn_an_empty_answer_and_a_stream_that_ends_with_
     turns = [(renderer.encoder.encode("cut"), [silent]), (canonical(renderer, "b"), [silent])]
     t = played(renderer, [{"role": "user", "content": "?"}], turns)
     t = replace(t, turns=tuple(replace(turn, observations=()) for turn in t.turns))
-    assert template_mismatch(t, renderer) is None
+    assert template_mismatch(t.streams[0], renderer) is None
     ended = replace(t, ids_T=t.ids_T[: t.turns[-1].end], messages=t.messages[:-1])
-    assert template_mismatch(ended, renderer) is None
+    assert template_mismatch(ended.streams[0], renderer) is None
 
 
 def test_a_wrong_tokenisation_of_the_right_text_is_found() -> None:
@@ -266,7 +269,7 @@ def test_a_wrong_tokenisation_of_the_right_text_is_found() -> None:
     place = next(k for k in range(len(ids)) if ids[k : k + len(whole)] == whole)
     split = [*ids[:place], *letters(renderer, answer), *ids[place + len(whole) :]]
     assert renderer.encoder.decode(split) == renderer.encoder.decode(ids)
-    assert "before turn 2" in (template_mismatch(replace(t, ids_T=np.array(split)), renderer) or "")
+    assert "before turn 2" in (template_mismatch(replace(t, ids_T=np.array(split)).streams[0], renderer) or "")
 
 
 @pytest.mark.parametrize("name", REWRITING)
@@ -290,7 +293,7 @@ def test_a_thinking_template_opens_each_turn_and_strips_earlier_ones_only_behind
         "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n<think>\n"
     )
     assert "Hm, 70." not in renderer.text(t.messages, (), 1)
-    assert template_mismatch(t, renderer) is None
+    assert template_mismatch(t.streams[0], renderer) is None
 
 
 @pytest.mark.parametrize(("name", "opening"), [(name, "<think>\n") for name in REWRITING] + [("qwen3", "")])
@@ -317,7 +320,7 @@ def test_a_llama_template_is_followed_with_its_headers_its_trimming_and_its_json
         f' 70? <|eot_id|>{header("ipython")}" \\"no\\"\\n"<|eot_id|>{header("user")}Go.<|eot_id|>{header("assistant")}'
     )
     assert renderer.closer == "<|eot_id|>"
-    assert template_mismatch(t, renderer) is None
+    assert template_mismatch(t.streams[0], renderer) is None
 
 
 def build(change: Callable[[str], str], name: str = "chatml", **options: Any) -> Renderer:

@@ -136,12 +136,12 @@ def test_every_template_takes_a_conversation_with_thoughts_and_calls(name: str) 
     renderer = renderer_for(name)
     thought = "<think>\nHm.\n</think>\n\n"
     found = stream(renderer, QUESTION, calls(f"{thought}So 70."), RESULT, {**ANSWER, "content": thought + "68"})
-    assert template_mismatch(found.trajectory, renderer, TOOLS) is None
+    assert template_mismatch(found.trajectory.streams[0], renderer) is None
     first, last = (turn.text for turn in found.trajectory.turns)
     assert find_tool_calls(first, detect_format(renderer.chat_template)) == [ToolCall("calc_score", {"answer": "70"})]
     assert last.endswith("Hm.\n</think>\n\n68")
     wrong = replace(found.trajectory, ids_T=np.roll(found.ids_T, 1))
-    assert template_mismatch(wrong, renderer, TOOLS) is not None
+    assert template_mismatch(wrong.streams[0], renderer) is not None
 
 
 def episode(renderer: Renderer, *turns: str, shows: Image.Image | None = None) -> Trajectory:

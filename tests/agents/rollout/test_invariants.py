@@ -46,7 +46,7 @@ def image(height: int, width: int) -> ProcessedImage:
 
 
 def broken(t: Trajectory, pieces: Sequence[Rendered | Completion] = ()) -> str | None:
-    return broken_invariant(t, VOCABULARY, pieces)
+    return broken_invariant(t.streams[0], VOCABULARY, pieces)
 
 
 def valid() -> Trajectory:
@@ -225,8 +225,8 @@ def test_rounding_may_lift_a_log_prob_a_little_above_zero() -> None:
 
 def test_a_model_without_images_has_no_placeholders_to_count() -> None:
     text = Vocabulary(None, 1, frozenset())
-    assert broken_invariant(valid(), text) == "0 image placeholders, 8 in the image grids"
-    assert broken_invariant(replace(valid(), images=()), text) is None
+    assert broken_invariant(valid().streams[0], text) == "0 image placeholders, 8 in the image grids"
+    assert broken_invariant(replace(valid(), images=()).streams[0], text) is None
 
 
 # The stream against what it was made of -------------------------------------------------------------------------------
