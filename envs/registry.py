@@ -30,7 +30,7 @@ from envs.config.text_files import read_text
 from envs.config.yaml_loader import load_yaml
 from envs.errors import UserError, did_you_mean
 from envs.mixture import MixtureEntry, mix, read_shares
-from envs.spec import BRIDGES, REFERENCE_FIX, EnvSpec
+from envs.spec import AGENT_KEYS, BRIDGES, REFERENCE_FIX, EnvSpec
 
 #: At the top of a checkout, or inside the package of a wheel.
 PACKAGED = next(
@@ -172,7 +172,7 @@ def parse_entry(source: str, env_id: object, entry: object) -> EnvSpec:
     if not isinstance(env_id, str):
         raise UserError(where, "must have a text as its id", type(env_id).__name__, f'write "{env_id}": in quotes')
     # `origin` and `parts` are ours, and the id stands before the entry.
-    keys = sorted(set(EnvSpec.model_fields) - {"id", "origin", "parts"} | BRIDGES.keys() | {"mcp"})
+    keys = sorted(set(EnvSpec.model_fields) - {"id", "origin", "parts"} | BRIDGES.keys() | {"mcp", *AGENT_KEYS})
     if not isinstance(entry, dict):
         raise UserError(where, "must be a mapping", type(entry).__name__, f"give the keys {', '.join(keys)}")
     for key in entry:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from envs.config.plugins import WeightedPlugin, check_parameters, import_cause, import_object
+from envs.config.plugins import WeightedPlugin, check_parameters, import_cause, import_object, is_reference
 from envs.contract import MAX_REWARD
 from envs.env import CallPolicy, Env, EnvArgs, ToolFaultPolicy
 from envs.errors import CODE_FAULTS, UserError
@@ -59,6 +59,11 @@ BRIDGES: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+#: The entry point of an agent's entry, and the keys that such an entry may have beside those of all.
+AGENT = "envs.agent_program:AgentProgram"
+AGENT_KEYS = ("agent", "sandbox")
+SANDBOXES = ("none", "docker", "podman")
+
 #: Those of `BRIDGES`, and "mcp", that ask servers.
 _ASK_SERVERS = ("mcp", "openenv")
 
@@ -67,6 +72,11 @@ def _check_isolation(key: str, entry: Mapping[str, Any]) -> None:
     """Raise ValueError where an entry's time limits could not hold."""
     if key in _ASK_SERVERS and entry.get("isolation") == "inline":
         raise ValueError(f"{key} needs isolation: thread or process, because servers may hang, got inline")
+
+
+def is_agent_function(agent: str) -> bool:
+    """Return whether an agent is a Python function, named as module:NAME or file.py:NAME; others are commands."""
+    return is_reference(agent) and not any(map(str.isspace, agent))
 
 
 #: The methods that an episode calls.
@@ -219,9 +229,35 @@ class EnvSpec(BaseModel):
             entry["options"] = {**options, "servers": servers}
         return entry
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_agent(cls, entry: Any) -> Any:
+        """Expand `agent: COMMAND`, or a function's name, the one-line entry of a program with a loop of its own."""
+        if not isinstance(entry, dict) or not set(AGENT_KEYS) & entry.keys():
+            return entry
+        entry = {"entry_point": AGENT, "step_timeout_s": 600.0, **entry}
+        agent = entry.pop("agent", None)
+        sandbox = entry.pop("sandbox", "none")
+        options = entry.get("options", {})
+        if not isinstance(agent, str) or not agent.strip():
+            raise ValueError(f"agent must be a command or module:NAME, got {agent!r}")
+        if entry["entry_point"] != AGENT:
+            raise ValueError(f"agent must stand in place of entry_point, got {entry['entry_point']} too")
+        if entry.get("isolation") == "inline" or entry.get("workers") == "ray":
+            raise ValueError("agent needs isolation: thread or process, on this host, got another")
+        if sandbox not in SANDBOXES:
+            raise ValueError(f"sandbox must be one of {', '.join(SANDBOXES)}, got {sandbox!r}")
+        if sandbox != "none" and (is_agent_function(agent) or "image" not in options):
+            raise ValueError(f"sandbox: {sandbox} needs a command and options: {{image: NAME}}, got {agent!r}")
+        own = {"agent": agent, "sandbox": sandbox, "memory_limit_gib": entry.get("memory_limit_gib", 0)}
+        if isinstance(options, Mapping):  # else the check of the field says so
+            entry["options"] = {**options, **own}
+        return entry
+
     @model_validator(mode="after")
     def _check_limits(self) -> EnvSpec:
-        if self.memory_limit_gib and self.isolation != "process":
+        limits_command = self.agent and not is_agent_function(self.agent)
+        if self.memory_limit_gib and self.isolation != "process" and not limits_command:
             raise ValueError(f"memory_limit_gib needs isolation: process, got {self.isolation}")
         if self.workers == "ray" and self.isolation != "process":
             raise ValueError(f"workers: ray needs isolation: process, got {self.isolation}")
@@ -231,6 +267,13 @@ class EnvSpec(BaseModel):
             both = f"{self.reward_max_val:g} and {self.reward_min_val:g}"
             raise ValueError(f"reward_max_val must be over reward_min_val, got {both}")
         return self
+
+    @property
+    def agent(self) -> str:
+        """The command or the function of an agent, which plays in place of an environment; empty for any other."""
+        if self.entry_point == AGENT:
+            return str(self.options["agent"])
+        return ""
 
     @property
     def entries(self) -> tuple[EnvSpec, ...]:

@@ -84,6 +84,8 @@ class EpisodeState:
     messages: list[Message]
     checks_template: bool
     streams: list[Stream] = field(init=False)
+    #: How many messages are the problem's.
+    num_prompt: int = field(init=False)
     #: The stream in which the model writes now, as a place in `streams`.
     place: int = 0
     turns: list[Turn] = field(default_factory=list)
@@ -95,6 +97,7 @@ class EpisodeState:
     def __post_init__(self) -> None:
         # One list, as long as the history is not cut.
         self.streams = [Stream(self.messages)]
+        self.num_prompt = len(self.messages)
 
     @property
     def stream(self) -> Stream:
@@ -215,7 +218,7 @@ class Episode:
             error=error,
             metadata=sample.metadata,
             label=sample.label,
-            num_prompt_messages=len(sample.prompt),
+            num_prompt_messages=state.num_prompt,
             tools=tuple(state.tools),
             group=group,
             attempt=attempt,
@@ -239,7 +242,7 @@ class Episode:
                 state.say(await env.open())
                 self._read_prompt(state)
                 end_reason = await self._alternate(session, state)
-            reward = await env.reward(state.turns[-1].text if state.turns else "")
+            reward = await env.reward(self._final_text(state))
         except ToolFault as fault:  # whatever the environment's own `reward` would say
             reward = self.limits.env.reward_min_val
             end_reason = EndReason.TOOL_FAULT
@@ -369,7 +372,7 @@ class Episode:
             fault = _BrokenStream(rule)
         if fault is None and turn.finish == "stop":
             try:
-                result = await state.env.step(turn.text)
+                result = await self._step(state, turn.text)
             except (EnvFault, asyncio.CancelledError) as caught:
                 fault = caught
                 if isinstance(caught, ToolFault):
@@ -387,6 +390,15 @@ class Episode:
         if fault:
             raise fault
         return result
+
+    async def _step(self, state: EpisodeState, text: str) -> StepResult:
+        return await state.env.step(text)
+
+    def _final_text(self, state: EpisodeState) -> str:
+        """Return the text that the environment's reward is of."""
+        if state.turns:
+            return state.turns[-1].text
+        return ""
 
     def _text(self, ids: Sequence[int]) -> str:
         try:

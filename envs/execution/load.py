@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from envs.agent_program import check_agent
 from envs.env import Env, EnvArgs
 from envs.execution.process_env import ProcessEnv, check_import, pool_of
 from envs.grading import get_grader
@@ -24,6 +25,8 @@ def load_env(spec: EnvSpec) -> BuildEnv:
         return _load_parts(spec)
     if spec.grader != "none":  # a grader that is missing ends the run here, not in the first reward
         get_grader(spec.grader)
+    if spec.agent:
+        check_agent(f"environment '{spec.id}' agent", spec.options)
     if spec.isolation != "process":
         return spec.load_here()
     with pool_of(spec).worker() as worker:

@@ -21,6 +21,7 @@ from agents.engines.base import Engine
 from agents.model.architectures import read_config
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
+from agents.rollout.entries import episode_of
 from agents.rollout.episode import Episode, Limits, by_entry
 from agents.types import RouteShape, SamplingParams
 from envs.spec import EnvLimits, EnvSpec
@@ -169,6 +170,7 @@ def build_episode(
     def of_entry(entry: EnvSpec, turns: int) -> Episode:
         limits = Limits(turns, max_new_tokens, EnvLimits.of(entry))
         thinking = find_thinking(renderer.template, entry.thinking)
-        return Episode(engine, renderer, limits, sampling, use_tools, thinking, load_rewards(entry.reward), routes)
+        make = episode_of(entry)
+        return make(engine, renderer, limits, sampling, use_tools, thinking, load_rewards(entry.reward), routes)
 
     return by_entry(spec, max_turns, of_entry)

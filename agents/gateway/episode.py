@@ -1,0 +1,385 @@
+"""Plays the episodes of an agent: each of its requests is a turn of the model, in a stream that it extends or begins.
+
+A request extends a stream if it begins with all that the stream says; what the model wrote there stays as it was
+sampled. Any other request begins a stream of its own, rendered once: that of another conversation, of an edited or a
+cut history, or of one that was sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from agents.engines.base import Engine, Session
+from agents.gateway.chat import Asked, Choice, ImageShelf, read_turn, says_same
+from agents.gateway.server import Refusal, open_endpoint
+from agents.rendering.renderer import Renderer
+from agents.rollout.assistant_turn import TurnWriter
+from agents.rollout.episode import Episode, EpisodeState, Limits
+from agents.rollout.stream import Stream
+from agents.types import EndReason, SamplingParams, Turn
+from envs.agent_program import agent_call
+from envs.contract import EnvFault
+from envs.errors import UserError, first_line
+from envs.execution.runner import StepResult
+from envs.spec import EnvSpec
+from envs.tool_calls import ToolCall, detect_format, write_tool_call
+from envs.tool_calls.thinking import Thinking
+from envs.types import Message
+
+#: So many refused requests end an episode: its agent asks again and again.
+MAX_REFUSED = 100
+RESULT = "result"
+_BEYOND = {
+    EndReason.MAX_TURNS: "the model has taken all turns of the episode",
+    EndReason.TOKEN_BUDGET: "the tokens of the episode are spent",
+    EndReason.CONTEXT_FULL: "the conversation has more tokens than the model may read",
+}
+
+
+class AgentEpisode(Episode):
+    """What all episodes of an agent share; `run` plays one. The environment of the entry runs the agent.
+
+    The episode has ended when the agent has; the reward is that of its result. Where the last request ran into a limit,
+    the end reason is that limit.
+
+    Example::
+
+        episode = AgentEpisode(spec, engine, renderer, limits, sampling)
+        trajectory = await episode.run(sample, lambda: build_env(sample, args), seed=7)
+        len(trajectory.streams), trajectory.turns[-1].info["result"]      # (2, "68")
+    """
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        engine: Engine,
+        renderer: Renderer,
+        limits: Limits,
+        sampling: SamplingParams,
+        use_tools: bool = True,
+        thinking: Thinking | None = None,
+        *options: Any,
+        **more: Any,
+    ) -> None:
+        # Every stream is compared with the template: what an agent sends was written by nobody here.
+        limits = replace(limits, check_template_every=1)
+        # The program gets no turn of the model, so nothing is taken out of what it is sent.
+        super().__init__(engine, renderer, limits, sampling, use_tools, None, *options, **more)
+        self.said_outside = thinking
+        self.tool_format = spec.args(tool_format=detect_format(renderer.chat_template)).tool_format
+        self.writer = TurnWriter(renderer, self.tool_format, spec.thinking)
+
+    def _read_prompt(self, state: EpisodeState) -> None:
+        """Read nothing: the agent decides what the model reads."""
+
+    async def _step(self, state: EpisodeState, text: str) -> StepResult:
+        # The agent answers with its next request, if it has one.
+        return StepResult((), False, {})
+
+    def _final_text(self, state: EpisodeState) -> str:
+        return state.turns[-1].info.get(RESULT, "") if state.turns else ""
+
+    async def _alternate(self, session: Session, state: EpisodeState) -> EndReason:
+        """Run the agent, and answer its requests, until it ends."""
+        endpoint = EpisodeEndpoint(self, session, state)
+        async with open_endpoint(endpoint) as address:
+            running = asyncio.ensure_future(state.env.step(agent_call(*address)))
+            try:
+                await asyncio.wait([running, endpoint.ended], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                running.cancel()
+                await asyncio.wait([running])
+                await endpoint.close()
+                # The agent has waited for the engine meanwhile.
+                state.env.seconds = max(0.0, state.env.seconds - sum(turn.engine_s for turn in state.turns))
+        if endpoint.ended.done():
+            return endpoint.ended.result()
+        return self._end(endpoint, state, running)
+
+    def _end(self, endpoint: EpisodeEndpoint, state: EpisodeState, running: asyncio.Future[StepResult]) -> EndReason:
+        """Return why the episode of an agent that has ended did so; raise the fault of the agent."""
+        try:
+            result = running.result().info.get(RESULT, "")
+        except EnvFault as fault:
+            if fault.timed_out or endpoint.limit is None:
+                raise EnvFault(f"{fault}{endpoint.complaint}", fault.timed_out, fault.process_ended) from fault
+            result = ""
+        if not state.turns:
+            raise EnvFault(f"the agent ended without a turn of the model{endpoint.complaint}")
+        info = {**state.turns[-1].info, RESULT: result}
+        state.turns[-1] = replace(state.turns[-1], info=info, done=endpoint.limit is None)
+        return endpoint.limit or EndReason.COMPLETED
+
+
+class LimitReached(Refusal):
+    """A request that ran into a limit of the episode."""
+
+    def __init__(self, limit: EndReason) -> None:
+        # The code by which clients of OpenAI know that they must send less.
+        code = "context_length_exceeded" if limit is EndReason.CONTEXT_FULL else limit.value
+        super().__init__(_BEYOND[limit], code)
+        self.limit = limit
+
+
+class EpisodeEndpoint:
+    """Answers the requests of one episode, one after the other.
+
+    `ended` is done where the episode has to end although its agent goes on: with the end reason, or with a fault.
+    `limit` is that which the last request ran into.
+    """
+
+    def __init__(self, loop: AgentEpisode, session: Session, state: EpisodeState) -> None:
+        self.loop = loop
+        self.session = session
+        self.state = state
+        self.shelf = ImageShelf()
+        self.limit: EndReason | None = None
+        self.ended: asyncio.Future[EndReason] = asyncio.get_running_loop().create_future()
+        self._lock = asyncio.Lock()
+        self._writing: asyncio.Future[Sequence[Choice]] | None = None
+        self._is_closed = False
+        self._num_refused = 0
+        self._refused = ""
+        #: What the agent was answered, by stream and by the place of the message there.
+        self._answers: list[dict[int, Message]] = []
+        #: The last answer, by what it was asked with.
+        self._latest: dict[bytes, Sequence[Choice]] = {}
+
+    @property
+    def complaint(self) -> str:
+        """What was refused last, for the error of an agent that may have failed for it."""
+        if self._refused:
+            return f"\n\nThe last request that was refused: {self._refused}"
+        return ""
+
+    def refuse(self, error: Exception) -> None:
+        """Count a request that is not answered."""
+        self._refused = str(error)
+        self._num_refused += 1
+        if isinstance(error, LimitReached):
+            self.limit = error.limit
+        if self._num_refused < MAX_REFUSED:
+            return
+        if self.limit is None:
+            self._end(EnvFault(f"{MAX_REFUSED} requests of the agent were refused{self.complaint}"))
+        else:
+            self._end(self.limit)
+
+    def _end(self, how: EndReason | Exception) -> None:
+        if self.ended.done() or self._is_closed:
+            return
+        if isinstance(how, Exception):
+            self.ended.set_exception(how)
+        else:
+            self.ended.set_result(how)
+
+    async def answer(self, asked: Asked, digest: bytes = b"", is_retry: bool = False) -> Sequence[Choice]:
+        """Let the model write what a request asks for.
+
+        A client that got no answer in time sends the same request again: with `is_retry`, it gets the answer that the
+        model has written to the request of the same `digest`, if that was the last one.
+
+        Raises:
+            Refusal: the request ran into a limit, or the episode has ended.
+            UserError: the model's template cannot write the conversation.
+        """
+        async with self._lock:
+            if self._is_closed or self.ended.done():
+                raise ended()
+            if is_retry and digest in self._latest:
+                return self._latest[digest]
+            writing = self._writing = asyncio.ensure_future(self._choices(asked))
+            await asyncio.wait([writing])
+            self._writing = None
+            if writing.cancelled():
+                raise ended()
+            self._latest = {digest: writing.result()}
+            return writing.result()
+
+    async def close(self) -> None:
+        """Stop what is being written, and refuse everything from now on."""
+        self._is_closed = True
+        if self._writing:
+            self._writing.cancel()
+            await asyncio.wait([self._writing])
+        streams = self.state.streams
+        # A conversation in which the model was stopped before its first turn teaches nothing.
+        if len(streams) > 1 and streams[-1].last_turn is None:
+            streams.pop()
+        if self._answers:
+            self.state.num_prompt = streams[0].num_opening
+
+    async def _choices(self, asked: Asked) -> Sequence[Choice]:
+        if len(self.state.turns) + asked.num_choices > self.loop.limits.max_turns:
+            raise LimitReached(EndReason.MAX_TURNS)
+        return [await self._choice(asked, number) for number in range(asked.num_choices)]
+
+    async def _choice(self, asked: Asked, number: int) -> Choice:
+        """Write one turn; each choice but the first begins a stream."""
+        state = self.state
+        try:
+            place, messages = self._find(asked)
+            if number or place is None or not self._extend(place, messages):
+                self._begin(messages, asked)
+        except (Refusal, UserError):
+            raise
+        except Exception as error:  # a template raises what it likes
+            rule = "must be a conversation that the model's chat template can write"
+            raise UserError("messages", rule, first_line(error), "send another order or other roles") from error
+        room, limit = self.loop._room(state)
+        if asked.max_new_tokens and asked.max_new_tokens < room:
+            room = asked.max_new_tokens
+            limit = None
+        try:
+            await self.loop._turn(self.session, state, len(state.turns) + 1, room)
+        except Exception as fault:  # of the engine, or a stream that breaks a rule
+            self._end(fault)
+            raise ended() from fault
+        turn = state.turns[-1]
+        if turn.finish == "abort":
+            self._end(EndReason.ABORTED)
+            raise ended()
+        # A turn that the loop's own limit has cut is the end, unless the agent finds a way to go on.
+        self.limit = limit if turn.finish == "length" else None
+        choice = self._read(turn, asked)
+        self._answers[state.place][len(state.stream.messages) - 1] = choice.message
+        return choice
+
+    def _find(self, asked: Asked) -> tuple[int | None, list[Message]]:
+        """Return the place of the stream that a request extends, None where there is none, and its messages there.
+
+        A message of the assistant that equals an answer stands for the turn that the model wrote.
+        """
+        plain = [self._own(m) or self._written(m, place) for place, m in enumerate(asked.messages)]
+        for place in reversed(range(len(self._answers))):
+            stream = self.state.streams[place]
+            messages = list(plain)
+            # Two turns may have the same answer; here it is this stream's own.
+            for index, answered in self._answers[place].items():
+                if index < len(messages) and _is_answer(asked.messages[index], answered):
+                    messages[index] = stream.messages[index]
+            if list(stream.tools) == list(asked.tools) and stream.extended_by(messages):
+                return place, messages
+        return None, plain
+
+    def _own(self, message: Message) -> Message | None:
+        """Return the message of the model's turn whose answer the message is, the latest one; None where it is none."""
+        if message["role"] != "assistant":
+            return None
+        for place in reversed(range(len(self._answers))):
+            for index, answered in reversed(self._answers[place].items()):
+                if says_same(message, answered):
+                    return self.state.streams[place].messages[index]
+        return None
+
+    def _written(self, message: Message, place: int) -> Message:
+        """Return a message with its calls as the model would have written them, and no control tokens around them."""
+        calls: Sequence[ToolCall] = message.get("tool_calls", ())
+        if not calls:
+            return message
+        unbroken = self.loop.renderer.encoder.break_control_tokens
+        given = [{"function": {"name": unbroken(call.name), "arguments": call.arguments}} for call in calls]
+        plain = {"role": "assistant", "content": unbroken(message["content"]), "tool_calls": given}
+        try:
+            text = self.loop.writer.text(plain, f"messages[{place}]")
+        except UserError:  # such as a call whose arguments have control tokens: the prompt breaks them
+            texts = [message["content"], *(write_tool_call(call, self.loop.tool_format) for call in calls)]
+            text = "\n".join(filter(None, texts))
+        return {"role": "assistant", "content": text}
+
+    def _extend(self, place: int, messages: Sequence[Message]) -> bool:
+        """Go on in a stream with what a request adds; return False where the template cannot write that after a turn.
+
+        Raises:
+            Refusal: it does not fit.
+        """
+        state = self.state
+        state.place = place
+        stream = state.stream
+        added = messages[len(stream.messages) :]
+        room = self._room_for(added)
+        try:
+            suffix = self.loop.renderer.suffix(added, stream.ids[-1], bool(stream.tools))
+        except Exception:  # a template raises what it likes; as a whole it may write the conversation
+            return False
+        if len(suffix.ids) >= room:
+            raise LimitReached(self.loop._room(state)[1])
+        stream.read(suffix)
+        stream.messages += added
+        last = max(number for number, turn in enumerate(state.turns) if turn.stream == place)
+        state.turns[last] = replace(state.turns[last], observations=tuple(added))
+        return True
+
+    def _begin(self, messages: Sequence[Message], asked: Asked) -> None:
+        """Begin a stream whose prompt is a whole conversation.
+
+        Raises:
+            Refusal: it does not fit.
+            UserError: the template cannot write it.
+        """
+        state = self.state
+        loop = self.loop
+        stream = Stream(list(messages), asked.tools)
+        stream.num_opening = len(messages)
+        stream.num_given = self._num_given(messages)
+        spent = sum(len(each.ids) - each.prompt_length for each in state.streams)
+        if spent >= loop.limits.max_new_tokens:
+            raise LimitReached(EndReason.TOKEN_BUDGET)
+        if not loop._may_fit(messages, loop.engine.context_length):
+            raise LimitReached(EndReason.CONTEXT_FULL)
+        rendered = loop.renderer.prompt(messages, asked.tools, stream.num_given)
+        if len(rendered.ids) >= loop.engine.context_length:
+            raise LimitReached(EndReason.CONTEXT_FULL)
+        stream.read(rendered)
+        if not self._answers:
+            # The stream of the problem as it is: the agent's own first conversation takes its place.
+            state.streams.clear()
+            state.tools = asked.tools
+        state.begin_stream(stream)
+        self._answers.append({})
+
+    def _room_for(self, added: Sequence[Message]) -> int:
+        room, limit = self.loop._room(self.state)
+        if room <= 0 or not self.loop._may_fit(added, room):
+            raise LimitReached(limit)
+        return room
+
+    def _num_given(self, messages: Sequence[Message]) -> int:
+        """Return from where on all that the assistant says are turns of the model, which keep their control tokens."""
+        own = {id(m) for place, answers in enumerate(self._answers) for m in self._turns_of(place, answers)}
+        given = len(messages)
+        for place in reversed(range(len(messages))):
+            if messages[place]["role"] == "assistant":
+                if id(messages[place]) not in own:
+                    break
+                given = place
+        return given
+
+    def _turns_of(self, place: int, answers: Mapping[int, Message]) -> list[Message]:
+        return [self.state.streams[place].messages[index] for index in answers]
+
+    def _read(self, turn: Turn, asked: Asked) -> Choice:
+        """Return a turn as the agent reads it."""
+        state = self.state
+        finish = "length" if turn.finish == "length" else "stop"
+        text, calls, finish = read_turn(turn.text, finish, asked, self.loop.tool_format, self.loop.said_outside)
+        written = state.stream.last_turn
+        assert written is not None, "the turn was written in this stream"
+        spell = self.loop.renderer.encoder.spell
+        tokens = [
+            (spell(token) if asked.logprobs else b"", logprob)
+            for token, logprob in zip(written.ids, written.logprobs, strict=True)
+        ]
+        return Choice(text, calls, finish, written.prompt_length, turn.num_cached, tuple(tokens))
+
+
+def _is_answer(message: Message, answered: Message) -> bool:
+    return message["role"] == "assistant" and says_same(message, answered)
+
+
+def ended() -> Refusal:
+    """Return the refusal of all that comes after the end of an episode."""
+    return Refusal("the episode of this key has ended", "episode_ended")

@@ -1,0 +1,174 @@
+"""The server of the endpoint: one a process, on the loopback address and the event loop of the run.
+
+Each episode has a key of its own, which is known as long as the episode is played.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+import socket
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from agents.gateway import chat
+from envs.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from agents.gateway.episode import EpisodeEndpoint
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+except ImportError as error:
+    raise UserError("agent", "needs a web server", str(error), "pip install 'trueturn[serve]'") from error
+
+MAX_BODY = 64 * 2**20
+#: A larger body is read on a thread: meanwhile other episodes go on.
+SMALL_BODY = 2**14
+#: Connections that wait to be taken: all agents of a step begin at once.
+BACKLOG = 2048
+
+
+class Refusal(Exception):
+    """A request that is not answered, and why; `code` is for programs."""
+
+    def __init__(self, message: str, code: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
+
+
+class Gateway:
+    """The endpoints of all episodes that are played on one event loop.
+
+    Example::
+
+        gateway = Gateway()
+        gateway.endpoints["sk-1"] = endpoint
+        client = AsyncOpenAI(base_url="http://gateway/v1", api_key="sk-1", http_client=...)     # of gateway.app
+    """
+
+    def __init__(self) -> None:
+        self.endpoints: dict[str, EpisodeEndpoint] = {}
+        self.base_url = ""
+        self.app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models, methods=["GET"]),
+            ]
+        )
+
+    async def start(self) -> None:
+        """Listen on a free port; the server ends with the event loop."""
+        loop = asyncio.get_running_loop()
+        listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        options = {"log_config": None, "log_level": "critical", "access_log": False, "lifespan": "off"}
+        server = uvicorn.Server(uvicorn.Config(self.app, backlog=BACKLOG, **options))
+        # Ctrl-C is the run's.
+        server.capture_signals = contextlib.nullcontext
+        serving = loop.create_task(server.serve(sockets=[listener]))
+        serving.add_done_callback(lambda _: _close(loop, server, listener))
+        while not server.started:
+            await asyncio.sleep(0.001)
+
+    async def _models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "trueturn"}]})
+
+    async def _chat(self, request: Request) -> Response:
+        endpoint = self.endpoints.get(_key(request))
+        if endpoint is None:
+            fix = "the key must be that of an episode which is played now (OPENAI_API_KEY)"
+            return _json(chat.error_body(fix, "invalid_api_key"), 401)
+        try:
+            body = await _body(request)
+            asked = await _read(body, endpoint)
+            digest = hashlib.blake2b(body, digest_size=16).digest()
+            # Clients of OpenAI count how often they have sent a request.
+            is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+            choices = await endpoint.answer(asked, digest, is_retry)
+        except ClientDisconnect:
+            return Response(status_code=400)
+        except UserError as error:
+            endpoint.refuse(error)
+            return _json(chat.error_body(str(error), "invalid_value", error.field), 400)
+        except Refusal as refusal:
+            endpoint.refuse(refusal)
+            return _json(chat.error_body(str(refusal), refusal.code), refusal.status)
+        answer_id = secrets.token_hex(8)
+        if not asked.streamed:
+            return _json(chat.response(asked, choices, answer_id))
+        lines = [json.dumps(event) for event in chat.events(asked, choices, answer_id)]
+        text = "".join(f"data: {line}\n\n" for line in (*lines, "[DONE]"))
+        return Response(text, media_type="text/event-stream")
+
+
+def _key(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            raise Refusal(f"the body has over {MAX_BODY} bytes", "too_large", 413)
+    return bytes(body)
+
+
+async def _read(body: bytes, endpoint: EpisodeEndpoint) -> chat.Asked:
+    def read() -> chat.Asked:
+        return chat.read_request(chat.read_json(body), endpoint.loop.sampling, endpoint.shelf)
+
+    try:
+        if len(body) <= SMALL_BODY:
+            return read()
+        return await asyncio.to_thread(read)
+    except (RecursionError, MemoryError) as error:  # nested too deeply, for example
+        raise UserError("the body", "must be one that can be read", first_line(error), "send less") from error
+
+
+def _json(value: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(json.dumps(value), status, media_type="application/json")
+
+
+#: One per event loop; it ends with its loop.
+_GATEWAYS: dict[asyncio.AbstractEventLoop, asyncio.Task[Gateway]] = {}
+
+
+def _close(loop: asyncio.AbstractEventLoop, server: uvicorn.Server, listener: socket.socket) -> None:
+    """Close what a server holds whose event loop ends."""
+    _GATEWAYS.pop(loop, None)
+    listener.close()
+    for connection in tuple(server.server_state.connections):
+        connection.transport.abort()  # type: ignore[union-attr]
+
+
+async def _started() -> Gateway:
+    gateway = Gateway()
+    await gateway.start()
+    return gateway
+
+
+@contextlib.asynccontextmanager
+async def open_endpoint(endpoint: EpisodeEndpoint) -> AsyncIterator[tuple[str, str]]:
+    """Serve an episode; yields its base URL and its key. The first one of an event loop starts the server."""
+    loop = asyncio.get_running_loop()
+    if loop not in _GATEWAYS:
+        _GATEWAYS[loop] = loop.create_task(_started())
+    # An episode that is aborted must not stop the server of the others.
+    gateway = await asyncio.shield(_GATEWAYS[loop])
+    key = f"sk-{secrets.token_urlsafe(24)}"
+    gateway.endpoints[key] = endpoint
+    try:
+        yield gateway.base_url, key
+    finally:
+        del gateway.endpoints[key]
