@@ -1,0 +1,326 @@
+"""Claims about episodes of agents: which streams their requests make, and every way such an episode can end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agents.rendering.renderer import Renderer
+from agents.types import EndReason, Trajectory
+from tests.agents.gateway.playing import TOOL, Ask, as_part, play, said
+from tests.prompts import make_image, sample
+
+CALL = 'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+USER = {"role": "user", "content": "Hm?"}
+
+
+def written(trajectory: Trajectory, renderer: Renderer) -> list[list[str]]:
+    """Return the turns of each stream, from its ids."""
+    return [
+        [renderer.decode(s.ids_T[t.start : t.end].tolist()) for t in trajectory.turns if t.stream == place]
+        for place, s in enumerate(trajectory.streams)
+    ]
+
+
+def test_requests_that_extend_a_stream_go_on_in_it_and_the_result_is_graded(renderer: Renderer) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> str:
+        first = said(ask(task["messages"]))
+        return said(ask([*task["messages"], first, USER]))["content"]
+
+    t = play(renderer, agent, "one", "\\boxed{5}")
+    assert (t.end_reason, t.reward, t.error, len(t.streams)) == (EndReason.COMPLETED, 1.0, None, 1)
+    assert written(t, renderer) == [["one", "\\boxed{5}"]]
+    assert t.turns[-1].info == {"result": "\\boxed{5}"}
+    assert t.turns[0].observations == (USER,)
+    assert [m["role"] for m in t.messages] == ["user", "assistant", "user", "assistant"]
+    assert [m["role"] for m in t.opening] == ["user"]
+
+
+def test_a_bare_result_is_compared_with_the_label(renderer: Renderer) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> int:
+        ask(task["messages"])
+        return 5
+
+    assert play(renderer, agent).reward == 1.0
+
+
+def test_an_edited_history_begins_a_stream_and_what_the_model_wrote_is_trained_once(renderer: Renderer) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> None:
+        first = said(ask(task["messages"]))
+        second = said(ask([*task["messages"], first, USER]))
+        # Another question in place of the first one, with the model's own answers behind it.
+        ask([{"role": "user", "content": "Else?"}, first, USER, second, USER])
+
+    t = play(renderer, agent, "one", "two", "three")
+    assert t.end_reason is EndReason.COMPLETED
+    assert written(t, renderer) == [["one", "two"], ["three"]]
+    assert [turn.stream for turn in t.turns] == [0, 0, 1]
+    assert t.streams[1].num_given == 1
+    text = renderer.tokenizer.decode(t.streams[1].ids_T[: t.streams[1].prompt_length])
+    assert text.count("one") == text.count("two") == 1
+
+
+def test_two_conversations_side_by_side_keep_a_stream_each(renderer: Renderer) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> None:
+        one, two = [*task["messages"]], [{"role": "system", "content": "Be brief."}, USER]
+        for _ in range(2):
+            for conversation in (one, two):
+                conversation += [said(ask(conversation)), USER]
+
+    t = play(renderer, agent, "a", "b", "c", "d")
+    assert written(t, renderer) == [["a", "c"], ["b", "d"]]
+    assert t.num_model_tokens == sum(turn.end - turn.start for turn in t.turns)
+
+
+def test_the_same_request_again_is_another_stream_unless_the_client_says_that_it_repeats_itself(
+    renderer: Renderer,
+) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> str:
+        ask(task["messages"])
+        again = said(ask(task["messages"]))["content"]
+        repeated = said(ask(task["messages"], headers={"x-stainless-retry-count": "1"}))["content"]
+        return f"{again} {repeated}"
+
+    t = play(renderer, agent, "a", "b", "c")
+    assert written(t, renderer) == [["a"], ["b"]]
+    assert t.turns[-1].info["result"] == "b b"
+
+
+def test_calls_are_answered_parsed_and_their_message_stands_for_what_was_sampled(renderer: Renderer) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def agent(task: dict[str, Any], ask: Ask) -> None:
+        answer = ask(task["messages"], tools=[TOOL])
+        message = said(answer)
+        seen.append(answer[1]["choices"][0])
+        call = message["tool_calls"][0]
+        # As a client would send it back: ids and spaces of the JSON are its own.
+        again = {**message, "tool_calls": [{**call, "function": {"name": "look", "arguments": '{ "at":"x" }'}}]}
+        image = [as_part(make_image(64, 64, 3)), {"type": "text", "text": "There."}]
+        ask([*task["messages"], again, {"role": "tool", "tool_call_id": call["id"], "content": image}], tools=[TOOL])
+
+    t = play(renderer, agent, CALL, "done", asked=sample("x?", make_image(64, 64, 6)))
+    assert t.end_reason is EndReason.COMPLETED, t.error
+    assert written(t, renderer) == [[CALL, "done"]]
+    assert len(t.images) == 2
+    assert (seen[0]["finish_reason"], seen[0]["message"]["content"]) == ("tool_calls", "I look.")
+    assert t.tools == (TOOL,)
+
+
+def test_a_broken_call_is_answered_as_text(renderer: Renderer) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> None:
+        message = said(ask(task["messages"], tools=[TOOL]))
+        assert "tool_calls" not in message
+        ask([*task["messages"], message, USER], tools=[TOOL])
+
+    t = play(renderer, agent, CALL[:40], "done")
+    assert (t.end_reason, written(t, renderer)) == (EndReason.COMPLETED, [[CALL[:40], "done"]])
+
+
+def test_what_the_assistant_never_said_is_written_as_the_model_would_write_it(renderer: Renderer) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": "<|im_end|>"}'}}
+    foreign = {"role": "assistant", "content": "I <|im_end|> look.", "tool_calls": [call]}
+
+    def agent(task: dict[str, Any], ask: Ask) -> None:
+        ask([*task["messages"], foreign, {"role": "tool", "tool_call_id": "c", "content": "1"}], tools=[TOOL])
+
+    t = play(renderer, agent)
+    assert (t.end_reason, t.error) == (EndReason.COMPLETED, None)
+    text = renderer.tokenizer.decode(t.ids_T[: t.prompt_length])
+    assert '{"name": "look", "arguments"' in text
+    # System, user, assistant and tool are closed once each, and nothing in them closes a turn.
+    assert text.count("<|im_end|>") == text.count("<|im_start|>") - 1
+
+
+def test_a_stop_string_cuts_the_answer_and_the_stream_keeps_what_was_sampled(renderer: Renderer) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> str:
+        answer = said(ask(task["messages"], stop=[" two"]))
+        ask([*task["messages"], answer, USER])
+        return answer["content"]
+
+    t = play(renderer, agent, "one two three", "four")
+    assert written(t, renderer) == [["one two three", "four"]]
+    assert t.turns[-1].info["result"] == "one"
+
+
+def test_each_further_choice_is_a_stream_and_any_of_them_can_go_on(renderer: Renderer) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> None:
+        answer = ask(task["messages"], n=3)
+        ask([*task["messages"], said(answer, 1), USER])
+
+    t = play(renderer, agent, "a", "b", "c", "d")
+    assert written(t, renderer) == [["a"], ["b", "d"], ["c"]]
+
+
+def test_a_turn_cut_by_the_agents_own_limit_is_answered_as_length_and_the_agent_goes_on(renderer: Renderer) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> str:
+        answer = ask(task["messages"], max_tokens=3)
+        assert answer[1]["choices"][0]["finish_reason"] == "length"
+        return said(ask([*task["messages"], said(answer), USER]))["content"]
+
+    t = play(renderer, agent, "one two three four five", "done")
+    assert (t.end_reason, t.turns[0].finish, t.turns[-1].info["result"]) == (EndReason.COMPLETED, "length", "done")
+    assert t.turns[0].end - t.turns[0].start == 3
+
+
+def test_usage_and_logprobs_are_those_of_the_tokens(renderer: Renderer) -> None:
+    answers = []
+
+    def agent(task: dict[str, Any], ask: Ask) -> None:
+        answers.append(ask(task["messages"], logprobs=True)[1])
+
+    t = play(renderer, agent, "So 5.")
+    tokens = answers[0]["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(token["bytes"]) for token in tokens) == b"So 5.<|im_end|>"
+    assert answers[0]["usage"]["prompt_tokens"] == t.prompt_length
+    assert answers[0]["usage"]["completion_tokens"] == len(tokens) == t.num_model_tokens
+
+
+@pytest.mark.parametrize(
+    ("limits", "code", "reason"),
+    [
+        ({"max_turns": 1}, "max_turns", EndReason.MAX_TURNS),
+        ({"max_new_tokens": 4}, "token_budget", EndReason.TOKEN_BUDGET),
+    ],
+)
+def test_a_limit_is_a_refusal_with_a_code_and_the_end_reason(
+    renderer: Renderer, limits: dict[str, int], code: str, reason: EndReason
+) -> None:
+    codes = []
+
+    def agent(task: dict[str, Any], ask: Ask) -> int:
+        first = said(ask(task["messages"]))
+        status, body = ask([*task["messages"], first, USER])
+        codes.append((status, body["error"]["code"]))
+        return 5
+
+    t = play(renderer, agent, "one two three", limits=limits)
+    assert codes == [(400, code)]
+    assert (t.end_reason, t.reward) == (reason, 1.0)
+
+
+def test_an_agent_that_shortens_what_was_too_long_goes_on(renderer: Renderer) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> None:
+        status, body = ask([{"role": "user", "content": "word " * 5000}])
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        said(ask(task["messages"]))
+
+    assert play(renderer, agent).end_reason is EndReason.COMPLETED
+
+
+def test_an_agent_that_raises_after_a_limit_ends_with_the_limit_and_any_other_with_its_error(
+    renderer: Renderer,
+) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> None:
+        said(ask(task["messages"]))
+        said(ask([{"role": "user", "content": "Else?"}]))
+
+    limited = play(renderer, agent, limits={"max_turns": 1})
+    assert (limited.end_reason, limited.reward) == (EndReason.MAX_TURNS, 0.0)
+
+    def broken(task: dict[str, Any], ask: Ask) -> None:
+        ask(task["messages"], temperature=0.3)
+        raise KeyError("oh")
+
+    t = play(renderer, broken)
+    assert t.end_reason is EndReason.ENV_ERROR
+    assert "KeyError" in (t.error or "") and "temperature: must be 1.0, as in the run" in (t.error or "")
+
+
+def test_an_agent_that_never_asks_is_an_error(renderer: Renderer) -> None:
+    t = play(renderer, lambda task, ask: 5)
+    assert (t.end_reason, t.error) == (EndReason.ENV_ERROR, "the agent ended without a turn of the model")
+    assert t.num_tokens == 0 and len(t.messages) == 1
+
+
+def test_an_agent_that_asks_what_is_refused_for_ever_is_ended(renderer: Renderer) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> None:
+        said(ask(task["messages"]))
+        while True:
+            ask(task["messages"], n=0)
+
+    t = play(renderer, agent)
+    assert t.end_reason is EndReason.ENV_ERROR
+    assert "100 requests of the agent were refused" in (t.error or "")
+
+
+def command(folder: Path, source: str) -> str:
+    """Write an agent that is a program; return its command."""
+    path = folder / "agent.py"
+    path.write_text(f"import json, os, sys, time, urllib.request\n{source}")
+    return f"{sys.executable} {path}"
+
+
+ASK = """
+task = json.loads(sys.stdin.readline())
+def ask(messages):
+    body = json.dumps({"messages": messages}).encode()
+    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)
+    return json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]
+"""
+
+
+def test_a_command_gets_the_task_and_its_last_line_is_the_result(renderer: Renderer, tmp_path: Path) -> None:
+    source = f"{ASK}\nprint('I begin')\nprint(ask(task['messages'])['content'])\nprint()\n"
+    asked = sample("x?", make_image(64, 64, 6))
+    t = play(renderer, command(tmp_path, source), "\\boxed{5}", asked=asked)
+    assert (t.end_reason, t.reward, t.error) == (EndReason.COMPLETED, 1.0, None)
+    assert t.messages[0]["content"][0]["image"].tobytes() == asked.prompt[0]["content"][0]["image"].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("source", "reason", "error"),
+    [
+        ("sys.exit('no key')", EndReason.ENV_ERROR, "status 1: no key"),
+        (f"{ASK}\nask(task['messages'])\nos.kill(os.getpid(), 9)", EndReason.ENV_ERROR, "status -9"),
+        (f"{ASK}\nask(task['messages'])\ntime.sleep(60)", EndReason.ENV_TIMEOUT, "took longer than 1 s"),
+        (f"{ASK}\nbytearray(2**30)", EndReason.ENV_ERROR, "MemoryError"),
+        (f"{ASK}\nask(task['messages'])\nsys.stdout.write('x' * 10**8)", EndReason.COMPLETED, None),
+        (f"{ASK}\nask(task['messages'])\nos.write(1, bytes(range(256)))", EndReason.COMPLETED, None),
+    ],
+)
+def test_a_program_that_breaks_ends_its_episode_alone(
+    renderer: Renderer, tmp_path: Path, source: str, reason: EndReason, error: str | None
+) -> None:
+    limits = {"step_timeout_s": 1.0} if reason is EndReason.ENV_TIMEOUT else {"memory_limit_gib": 0.5}
+    t = play(renderer, command(tmp_path, source), **limits)
+    assert t.end_reason is reason, t.error
+    assert (error or "") in (t.error or "")
+
+
+def test_what_a_program_has_started_ends_with_it(renderer: Renderer, tmp_path: Path) -> None:
+    source = f"{ASK}\nimport subprocess\nask(task['messages'])\nprint(subprocess.Popen(['sleep', '300']).pid)"
+    begun = time.monotonic()
+    t = play(renderer, command(tmp_path, source))
+    child = int(t.turns[-1].info["result"])
+    assert time.monotonic() - begun < 20
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_aborted_episode_kills_its_agent(renderer: Renderer, tmp_path: Path) -> None:
+    import asyncio
+
+    from agents.rollout.episode import ABORT
+    from tests.agents.gateway.playing import loop_of
+
+    marker = tmp_path / "began"
+    source = f"open({str(marker)!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)"
+    loop, build, task = loop_of(renderer, command(tmp_path, source))
+
+    async def run() -> Trajectory:
+        playing = asyncio.create_task(loop.run(task, build, seed=7))
+        while not (marker.exists() and marker.read_text()):
+            await asyncio.sleep(0.01)
+        playing.cancel(ABORT)
+        return await playing
+
+    assert asyncio.run(run()).end_reason is EndReason.ABORTED
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(marker.read_text()), 0)
