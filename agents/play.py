@@ -31,7 +31,8 @@ from agents.recording.schema import PLAY
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
 from agents.rendering.tokenizer_files import model_folder
-from agents.rollout.episode import Episode, Limits
+from agents.rollout.entries import episode_of
+from agents.rollout.episode import Limits
 from agents.types import SamplingParams
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
@@ -86,7 +87,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     gallery = Gallery.named(config.images, f"{spec.id}-{config.index}")
     thinking = find_thinking(renderer.template, spec.thinking)
     player = TerminalPlayer(terminal, gallery, renderer, args.tool_format, thinking)
-    episode = Episode(
+    episode = episode_of(spec)(
         ScriptedEngine(renderer.tokenizer, player.take_turn, config.context_length),
         renderer,
         Limits(args.max_turns, config.max_new_tokens, EnvLimits.of(spec)),

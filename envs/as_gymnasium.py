@@ -149,6 +149,7 @@ class TrueTurnEnv(gymnasium.Env[dict[str, Any], str]):
             raise UserError("max_turns", "must be at least 1", max_turns, "leave it out for the registry's limit")
         overlays = [registry] if isinstance(registry, str | Path) else registry
         spec = get_spec(env_id, *map(Path, overlays))
+        spec.check_has_no_loop("environment")
         self._build = load_env(spec)
         self._args = spec.args(max_turns)
         self._samples = spec.load_dataset(split, size, data_seed) if samples is None else samples

@@ -182,6 +182,7 @@ class Served:
     _places: Any = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
+        self.spec.check_has_no_loop("environment")
         self.build = load_env(self.spec)
 
     def place(self, wanted: Reset) -> int:

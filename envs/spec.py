@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -235,20 +236,21 @@ class EnvSpec(BaseModel):
         """Expand `agent: COMMAND`, or a function's name, the one-line entry of a program with a loop of its own."""
         if not isinstance(entry, dict) or not set(AGENT_KEYS) & entry.keys():
             return entry
-        entry = {"entry_point": AGENT, "step_timeout_s": 600.0, **entry}
+        entry = {"step_timeout_s": 600.0, **entry}
         agent = entry.pop("agent", None)
         sandbox = entry.pop("sandbox", "none")
         options = entry.get("options", {})
         if not isinstance(agent, str) or not agent.strip():
             raise ValueError(f"agent must be a command or module:NAME, got {agent!r}")
-        if entry["entry_point"] != AGENT:
-            raise ValueError(f"agent must stand in place of entry_point, got {entry['entry_point']} too")
+        if others := {"entry_point", "mcp", *BRIDGES} & entry.keys():
+            raise ValueError(f"agent must stand in place of {others.pop()}, got both")
         if entry.get("isolation") == "inline" or entry.get("workers") == "ray":
             raise ValueError("agent needs isolation: thread or process, on this host, got another")
         if sandbox not in SANDBOXES:
             raise ValueError(f"sandbox must be one of {', '.join(SANDBOXES)}, got {sandbox!r}")
         if sandbox != "none" and (is_agent_function(agent) or "image" not in options):
             raise ValueError(f"sandbox: {sandbox} needs a command and options: {{image: NAME}}, got {agent!r}")
+        entry["entry_point"] = AGENT
         own = {"agent": agent, "sandbox": sandbox, "memory_limit_gib": entry.get("memory_limit_gib", 0)}
         if isinstance(options, Mapping):  # else the check of the field says so
             entry["options"] = {**options, **own}
@@ -346,6 +348,14 @@ class EnvSpec(BaseModel):
             fix = "write reward_min or drop"
             raise UserError(f"environment '{self.id}' on_tool_fault", rule, "observe", fix)
 
+    def check_has_no_loop(self, field: str) -> None:
+        """Raise `UserError` for an agent: it has a loop of its own, so nobody else can play it turn by turn."""
+        for entry in self.entries:
+            if entry.agent:
+                rule = "must be an environment, which is played turn by turn"
+                fix = "train or evaluate the agent with a model of this program"
+                raise UserError(field, rule, f"'{entry.id}', the agent {entry.agent}", fix)
+
     def source_digest(self) -> str:
         """Return a hash of the entry point's code without running it; empty if the code cannot be found.
 
@@ -353,7 +363,12 @@ class EnvSpec(BaseModel):
         """
         if self.parts:
             return "+".join(part.source_digest() for part in self.parts.values())
-        module = self.entry_point.partition(":")[0]
+        if self.agent and not is_agent_function(self.agent):
+            files = [path for word in shlex.split(self.agent) if (path := Path(word)).is_file()]
+            return _digest(files)
+        module = (self.agent or self.entry_point).partition(":")[0]
+        if module.endswith(".py"):
+            return _digest([Path(module)])
         try:
             found = importlib.util.find_spec(module)  # imports the parent packages
         except Exception:  # which may raise anything
@@ -363,13 +378,7 @@ class EnvSpec(BaseModel):
         origin = Path(found.origin)
         is_package = found.submodule_search_locations is not None or module.count(".") > 1
         files = sorted(origin.parent.rglob("*.py")) if is_package else [origin]
-        hashed = hashlib.blake2b(digest_size=8)
-        try:
-            for file in files:
-                hashed.update(file.name.encode() + b"\0" + file.read_bytes())
-        except OSError:  # a module without a file, such as a built-in one
-            return ""
-        return hashed.hexdigest()
+        return _digest(files)
 
     def load_here(self) -> BuildEnv:
         """Import the entry point into this process and return its `build_env`; `envs.execution.load` isolates it.
@@ -446,6 +455,16 @@ class EnvSpec(BaseModel):
 
     def _resolve(self, field: str, reference: str) -> object:
         return import_object(f"environment '{self.id}' {field}", reference)
+
+
+def _digest(files: Sequence[Path]) -> str:
+    hashed = hashlib.blake2b(digest_size=8)
+    try:
+        for file in files:
+            hashed.update(file.name.encode() + b"\0" + file.read_bytes())
+    except OSError:  # a module without a file, such as a built-in one
+        return ""
+    return hashed.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -336,4 +336,10 @@ def run_interruptible(playing: Coroutine[Any, Any, T]) -> T:
                 loop.run_until_complete(task)
         raise
     finally:
+        # Such as the server that an agent has asked.
+        left = asyncio.all_tasks(loop)
+        for other in left:
+            other.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left))
         loop.close()

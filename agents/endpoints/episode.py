@@ -54,6 +54,7 @@ class EndpointEpisode(Episode):
         temperature: float = 0.0,
         use_tools: bool = True,
     ) -> None:
+        spec.check_has_no_loop("--endpoint")
         self.engine = client
         self.limits = Limits(max_turns, max_new_tokens, EnvLimits.of(spec), check_template_every=0)
         self.sampling = SamplingParams(temperature)

@@ -7,7 +7,8 @@ import asyncio
 from agents.endpoints.judge import load_rewards
 from agents.engines.scripted import ScriptedEngine
 from agents.rendering.renderer import Renderer
-from agents.rollout.episode import Episode, Limits
+from agents.rollout.entries import episode_of
+from agents.rollout.episode import Limits
 from agents.rollout.rewards import NONE_APPLIES
 from agents.types import EndReason, GenerateRequest, SamplingParams, Trajectory, TrajectoryGroup
 from envs.checking.error_location import located_line
@@ -72,5 +73,5 @@ async def _played(spec: EnvSpec, build_env: BuildEnv, args: EnvArgs, renderer: R
 
     engine = ScriptedEngine(renderer.tokenizer, answer, context_length=10 * MAX_NEW_TOKENS)
     limits = Limits(min(2, args.max_turns), MAX_NEW_TOKENS, EnvLimits.of(spec), check_template_every=0)
-    episode = Episode(engine, renderer, limits, SamplingParams(stop_ids=renderer.stop_ids))
+    episode = episode_of(spec)(engine, renderer, limits, SamplingParams(stop_ids=renderer.stop_ids))
     return await episode.run(sample, lambda: build_env(sample, args), seed=0)
