@@ -25,13 +25,13 @@ from agents.cli.text import counted
 from agents.endpoints.play import play_endpoint
 from agents.endpoints.settings import EndpointConfig
 from agents.engines.scripted import ScriptedEngine
+from agents.gateway.entries import episode_of
 from agents.recording.manifest import build_manifest
 from agents.recording.played import check_record_folder, record_played
 from agents.recording.schema import PLAY
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
 from agents.rendering.tokenizer_files import model_folder
-from agents.rollout.entries import episode_of
 from agents.rollout.episode import Limits
 from agents.types import SamplingParams
 from envs.config.cli import exit_code, parse

@@ -18,10 +18,10 @@ import torch
 
 from agents.endpoints.judge import load_rewards
 from agents.engines.base import Engine
+from agents.gateway.entries import episode_of
 from agents.model.architectures import read_config
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
-from agents.rollout.entries import episode_of
 from agents.rollout.episode import Episode, Limits, by_entry
 from agents.types import RouteShape, SamplingParams
 from envs.spec import EnvLimits, EnvSpec

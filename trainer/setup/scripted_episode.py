@@ -6,8 +6,8 @@ import asyncio
 
 from agents.endpoints.judge import load_rewards
 from agents.engines.scripted import ScriptedEngine
+from agents.gateway.entries import episode_of
 from agents.rendering.renderer import Renderer
-from agents.rollout.entries import episode_of
 from agents.rollout.episode import Limits
 from agents.rollout.rewards import NONE_APPLIES
 from agents.types import EndReason, GenerateRequest, SamplingParams, Trajectory, TrajectoryGroup
