@@ -25,7 +25,7 @@ from envs.contract import EnvFault
 from envs.errors import UserError, first_line
 from envs.execution.runner import StepResult
 from envs.spec import EnvSpec
-from envs.tool_calls import ToolCall, detect_format, write_tool_call
+from envs.tool_calls import ToolCall, ToolFormat, detect_format, write_tool_call
 from envs.tool_calls.thinking import Thinking
 from envs.types import Message
 
@@ -69,7 +69,7 @@ class AgentEpisode(Episode):
         # The program gets no turn of the model, so nothing is taken out of what it is sent.
         super().__init__(engine, renderer, limits, sampling, use_tools, None, *options, **more)
         self.said_outside = thinking
-        self.tool_format = spec.args(tool_format=detect_format(renderer.chat_template)).tool_format
+        self.tool_format: ToolFormat = spec.args(tool_format=detect_format(renderer.chat_template)).tool_format
         self.writer = TurnWriter(renderer, self.tool_format, spec.thinking)
 
     def _read_prompt(self, state: EpisodeState) -> None:

@@ -73,7 +73,7 @@ class Gateway:
         options = {"log_config": None, "log_level": "critical", "access_log": False, "lifespan": "off"}
         server = uvicorn.Server(uvicorn.Config(self.app, backlog=BACKLOG, **options))
         # Ctrl-C is the run's.
-        server.capture_signals = contextlib.nullcontext
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         serving = loop.create_task(server.serve(sockets=[listener]))
         serving.add_done_callback(lambda _: _close(loop, server, listener))
         while not server.started:
