@@ -18,34 +18,21 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Any
 
-from agents.engines.scripted import ScriptedEngine
 from agents.gateway import server
 from agents.gateway.episode import AgentEpisode
-from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Limits
-from agents.types import Completion, GenerateRequest, SamplingParams, Trajectory
+from agents.types import SamplingParams, Trajectory
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from envs.env import Env
 from envs.spec import EnvLimits, EnvSpec
-from tests.agents.gateway.playing import TOOL, as_part
+from tests.agents.gateway.playing import TEXTS, TOOL, NotingEngine, as_part
 from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES, TEXT_ONLY, renderer_for
 from tests.prompts import make_image, sample
 
 REQUESTS_PER_EPISODE = 20
-TEXTS = (
-    "So 5.",
-    "",
-    " two\n\n",
-    "<think>Hm.</think>\n\nYes",
-    'A <tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>',
-    "<tool_call>\n<function=look>\n<parameter=at>\nx\n</parameter>\n</function>\n</tool_call>",
-    '<tool_call>\n{"name": "look", "argu',
-    "é\U0001f642 </tool_call> {{ x }}\n",
-)
 IMAGES = [as_part(make_image(64, 64, seed)) for seed in range(4)]
 JUNK: tuple[Any, ...] = (
     None, True, -1, 0, 1.5, 10**400, float("nan"), "", "x", "\ud800", "<|im_end|>", "data:image/png;base64,AAAA",
@@ -57,24 +44,6 @@ FIELDS: tuple[Mapping[str, Any], ...] = (
     {"parallel_tool_calls": False}, {"tools": []}, {"logprobs": True}, {"temperature": 1.0, "seed": 3},
     {"temperature": 0.2}, {"response_format": {"type": "json_object"}}, {"logit_bias": {"5": 9}}, {"best_of": 3},
 )  # fmt: skip
-
-
-class NotingEngine(ScriptedEngine):
-    """Writes random texts in one session, and notes each request with its completion."""
-
-    def __init__(self, renderer: Renderer, rng: random.Random) -> None:
-        super().__init__(renderer.tokenizer, lambda turn, request: rng.choice(TEXTS), context_length=3000)
-        self.noted: list[tuple[GenerateRequest, Completion]] = []
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[NotingEngine]:
-        async with super().session() as self.inner:
-            yield self
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        completion = await self.inner.generate(request)
-        self.noted.append((request, completion))
-        return completion
 
 
 class Waiting(Env):
@@ -229,7 +198,7 @@ class Fuzz:
         name = (*OWN_TEMPLATES, *QWEN_TEMPLATES)[number % (len(OWN_TEMPLATES) + len(QWEN_TEMPLATES))]
         renderer = renderer_for(name)
         images = [] if name in TEXT_ONLY else IMAGES[:1]
-        engine = NotingEngine(renderer, rng)
+        engine = NotingEngine(renderer.tokenizer, lambda turn, request: rng.choice(TEXTS), context_length=3000)
         sampling = SamplingParams(1.0, renderer.stop_ids, renderer.suppressed_ids)
         spec = EnvSpec.model_validate({"id": "fuzz", "agent": "true", "description": "Fuzz.", "max_turns": 30})
         limits = Limits(30, 2_000, EnvLimits(step_timeout_s=600))

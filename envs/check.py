@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import Field
 from rich.text import Text
 
+from envs.checking.agent import agent_findings
 from envs.checking.answers import answer_scripts, check_gold, check_reward_source, check_wrong
 from envs.checking.behaviour import (
     check_calls,
@@ -115,6 +116,8 @@ def check_env(
         load_env(spec)  # an entry point that cannot be imported is what to mend first
         raise
     samples = [read_sample(spec, source, index) for index in range(max(1, min(num_samples, len(source))))]
+    if spec.agent:
+        return agent_findings(spec, samples)
     again = source if problems.data else open_problems(spec, problems, num_samples)
     # With "drop" a fault of a tool is reported with its line, whatever it is worth in training.
     args = replace(spec.args(tool_format=detect_format(template.source)), on_tool_fault="drop")

@@ -8,7 +8,8 @@ import io
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from PIL import Image
@@ -18,7 +19,7 @@ from agents.engines.scripted import ScriptedEngine
 from agents.gateway.episode import AgentEpisode
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Limits
-from agents.types import GenerateRequest, Trajectory
+from agents.types import Completion, GenerateRequest, Trajectory
 from envs.config.plugins import give
 from envs.execution.load import load_env
 from envs.spec import EnvLimits, EnvSpec
@@ -28,6 +29,37 @@ from tests.prompts import sample
 
 Ask = Callable[..., tuple[int, dict[str, Any]]]
 TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
+
+
+#: What a model writes that clients and templates stumble over.
+TEXTS = (
+    "So 5.",
+    "",
+    " two\n\n",
+    "<think>Hm.</think>\n\nYes",
+    'A <tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>',
+    "<tool_call>\n<function=look>\n<parameter=at>\nx\n</parameter>\n</function>\n</tool_call>",
+    '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "look", "argu',
+    "\u2028é\U0001f642 <|x|> </tool_call> {{ x }}\n",
+)
+
+
+class NotingEngine(ScriptedEngine):
+    """Notes each request of its one session with the completion."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.noted: list[tuple[GenerateRequest, Completion]] = []
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[NotingEngine]:  # type: ignore[override]
+        async with super().session() as self.inner:
+            yield self
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        completion = await self.inner.generate(request)
+        self.noted.append((request, completion))
+        return completion
 
 
 def entry(agent: str | Callable[..., Any], **more: Any) -> EnvSpec:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +14,16 @@ from hypothesis import strategies as st
 
 from agents.engines.base import EngineSetup
 from agents.engines.hf import HFEngine
-from agents.engines.scripted import ScriptedEngine
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.rollout.stream import Stream
-from agents.types import Completion, EndReason, GenerateRequest, Trajectory
+from agents.types import EndReason, Trajectory
 from tests.agents.engines.plain_engine import PlainEngine
-from tests.agents.gateway.playing import TOOL, Ask, as_part, play, said
+from tests.agents.gateway.playing import TEXTS, TOOL, Ask, NotingEngine, as_part, play, said
 from tests.budget import examples
 from tests.prompts import make_image, sample
 
-TEXTS = (
-    "So 5.",
-    "",
-    " two\n\n",
-    "<think>Hm.</think>\n\nYes",
-    'A <tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>',
-    '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "look", "argu',
-    "\u2028é\U0001f642 <|x|> </tool_call>",
-)
 IMAGES = [as_part(make_image(64, 64, seed)) for seed in range(3)]
-
-
-class NotingEngine(ScriptedEngine):
-    """Notes each request with its completion."""
-
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[NotingEngine]:
-        self.noted: list[tuple[GenerateRequest, Completion]] = []
-        async with super().session() as self.inner:
-            yield self
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        completion = await self.inner.generate(request)
-        self.noted.append((request, completion))
-        return completion
 
 
 contents = st.one_of(
