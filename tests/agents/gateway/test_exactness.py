@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ steps = st.fixed_dictionaries(
 )
 
 
-def next_request(step: Mapping[str, Any], told: Sequence[list[Any]], problem: Sequence[Any]) -> list[Any]:
+def next_request(step: Mapping[str, Any], told: list[list[Any]], problem: list[Any]) -> list[Any]:
     """Return the messages of a request, from those that were sent and answered before."""
     before = copy.deepcopy(told[max(step["which"], -len(told))]) if told else list(problem)
     added = {"role": step["role"], "content": step["content"]}
