@@ -129,18 +129,20 @@ class ImageShelf:
         return self._by_text[key]
 
 
-def read_json(body: bytes) -> Any:
-    """Return the JSON value of a body, halves of surrogate pairs replaced. Raises `UserError` if it is none."""
+def read_json(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body, halves of surrogate pairs replaced. Raises `UserError` if it is none."""
     try:
         value = json.loads(body)
         if b"\\ud" in body.lower():  # only an escape can stand for half a pair
             value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
         raise UserError("the body", "must be JSON", str(error), "send what a client of OpenAI sends") from error
+    if not isinstance(value, dict):
+        raise UserError("the body", "must be an object", value, "send what a client of OpenAI sends")
     return value
 
 
-def read_request(value: Any, sampling: SamplingParams, shelf: ImageShelf) -> Asked:
+def read_request(value: Mapping[str, Any], sampling: SamplingParams, shelf: ImageShelf) -> Asked:
     """Return what a request asks for.
 
     Raises:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import secrets
@@ -15,6 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from agents.gateway import chat
+from agents.gateway.dialects import DIALECTS, Dialect, as_stream
 from envs.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -58,12 +60,8 @@ class Gateway:
     def __init__(self) -> None:
         self.endpoints: dict[str, EpisodeEndpoint] = {}
         self.base_url = ""
-        self.app = Starlette(
-            routes=[
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/models", self._models, methods=["GET"]),
-            ]
-        )
+        answers = [Route(one.path, functools.partial(self._answer, one), methods=["POST"]) for one in DIALECTS]
+        self.app = Starlette(routes=[*answers, Route("/v1/models", self._models, methods=["GET"])])
 
     async def start(self) -> None:
         """Listen on a free port; the server ends with the event loop."""
@@ -82,14 +80,14 @@ class Gateway:
     async def _models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "trueturn"}]})
 
-    async def _chat(self, request: Request) -> Response:
+    async def _answer(self, dialect: Dialect, request: Request) -> Response:
         endpoint = self.endpoints.get(_key(request))
         if endpoint is None:
-            fix = "the key must be that of an episode which is played now (OPENAI_API_KEY)"
-            return _json(chat.error_body(fix, "invalid_api_key"), 401)
+            rule = "the key must be that of an episode which is played now (OPENAI_API_KEY)"
+            return _json(dialect.error(rule, "invalid_api_key", None), 401)
         try:
             body = await _body(request)
-            asked = await _read(body, endpoint)
+            asked = await _read(body, dialect, endpoint)
             digest = hashlib.blake2b(body, digest_size=16).digest()
             # Clients of OpenAI count how often they have sent a request.
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -98,21 +96,22 @@ class Gateway:
             return Response(status_code=400)
         except UserError as error:
             endpoint.refuse(error)
-            return _json(chat.error_body(str(error), "invalid_value", error.field), 400)
+            return _json(dialect.error(str(error), "invalid_value", error.field), 400)
         except Refusal as refusal:
             endpoint.refuse(refusal)
-            return _json(chat.error_body(str(refusal), refusal.code), refusal.status)
+            return _json(dialect.error(str(refusal), refusal.code, None), refusal.status)
         answer_id = secrets.token_hex(8)
         if not asked.streamed:
-            return _json(chat.response(asked, choices, answer_id))
-        lines = [json.dumps(event) for event in chat.events(asked, choices, answer_id)]
-        text = "".join(f"data: {line}\n\n" for line in (*lines, "[DONE]"))
-        return Response(text, media_type="text/event-stream")
+            return _json(dialect.write(asked, choices, answer_id))
+        return Response(as_stream(dialect.events(asked, choices, answer_id)), media_type="text/event-stream")
 
 
 def _key(request: Request) -> str:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    if scheme.lower() == "bearer":
+        return key.strip()
+    # Where clients of Anthropic write it.
+    return request.headers.get("x-api-key", "")
 
 
 async def _body(request: Request) -> bytes:
@@ -124,9 +123,9 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _read(body: bytes, endpoint: EpisodeEndpoint) -> chat.Asked:
+async def _read(body: bytes, dialect: Dialect, endpoint: EpisodeEndpoint) -> chat.Asked:
     def read() -> chat.Asked:
-        return chat.read_request(chat.read_json(body), endpoint.loop.sampling, endpoint.shelf)
+        return chat.read_request(dialect.read(chat.read_json(body)), endpoint.loop.sampling, endpoint.shelf)
 
     try:
         if len(body) <= SMALL_BODY:
