@@ -82,11 +82,13 @@ class Asking:
         return self.function(task, ask)
 
 
-def post(base_url: str, key: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
+def post(
+    base_url: str, key: str, body: Any, headers: dict[str, str] | None = None, path: str = "/chat/completions"
+) -> tuple[int, dict[str, Any]]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(f"{base_url}/chat/completions", data, {"Authorization": f"Bearer {key}"})
-    for name, value in (headers or {}).items():
-        request.add_header(name, value)
+    request = urllib.request.Request(f"{base_url}{path}", data, headers or {})
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.urlopen(request) as response:
             return response.status, json.loads(response.read())
