@@ -21,7 +21,7 @@ from agents.rollout.episode import Episode, EpisodeState, Limits
 from agents.rollout.stream import Stream
 from agents.types import EndReason, SamplingParams, Turn
 from envs.agent_program import agent_call
-from envs.contract import EnvFault
+from envs.contract import EnvFault, ToolFault
 from envs.errors import UserError, first_line
 from envs.execution.runner import StepResult
 from envs.spec import EnvSpec
@@ -96,22 +96,28 @@ class AgentEpisode(Episode):
                 # The agent has waited for the engine meanwhile.
                 state.env.seconds = max(0.0, state.env.seconds - sum(turn.engine_s for turn in state.turns))
         if endpoint.ended.done():
-            return endpoint.ended.result()
-        return self._end(endpoint, state, running)
-
-    def _end(self, endpoint: EpisodeEndpoint, state: EpisodeState, running: asyncio.Future[StepResult]) -> EndReason:
-        """Return why the episode of an agent that has ended did so; raise the fault of the agent."""
-        try:
-            result = running.result().info.get(RESULT, "")
-        except EnvFault as fault:
-            if fault.timed_out or endpoint.limit is None:
-                raise EnvFault(f"{fault}{endpoint.complaint}", fault.timed_out, fault.process_ended) from fault
+            reason = endpoint.ended.result()
             result = ""
+        else:
+            reason = endpoint.limit or EndReason.COMPLETED
+            result = _result(endpoint, running)
         if not state.turns:
             raise EnvFault(f"the agent ended without a turn of the model{endpoint.complaint}")
-        info = {**state.turns[-1].info, RESULT: result}
-        state.turns[-1] = replace(state.turns[-1], info=info, done=endpoint.limit is None)
-        return endpoint.limit or EndReason.COMPLETED
+        is_done = reason is EndReason.COMPLETED
+        state.turns[-1] = replace(state.turns[-1], info={RESULT: result}, done=is_done)
+        return reason
+
+
+def _result(endpoint: EpisodeEndpoint, running: asyncio.Future[StepResult]) -> str:
+    """Return the result of an agent that has ended: none where it failed after a limit. Raises its fault else."""
+    try:
+        return running.result().info.get(RESULT, "")
+    except ToolFault:  # the entry says that a fault counts
+        raise
+    except EnvFault as fault:
+        if endpoint.limit and not fault.timed_out:
+            return ""
+        raise EnvFault(f"{fault}{endpoint.complaint}", fault.timed_out, fault.process_ended) from fault
 
 
 class LimitReached(Refusal):
@@ -145,8 +151,8 @@ class EpisodeEndpoint:
         self._refused = ""
         #: What the agent was answered, by stream and by the place of the message there.
         self._answers: list[dict[int, Message]] = []
-        #: The last answer, by what it was asked with.
-        self._latest: dict[bytes, Sequence[Choice]] = {}
+        #: What was answered, by the digest of what was asked.
+        self._answered: dict[bytes, Sequence[Choice]] = {}
 
     @property
     def complaint(self) -> str:
@@ -180,7 +186,7 @@ class EpisodeEndpoint:
         """Let the model write what a request asks for.
 
         A client that got no answer in time sends the same request again: with `is_retry`, it gets the answer that the
-        model has written to the request of the same `digest`, if that was the last one.
+        model has written to the request of the same `digest`.
 
         Raises:
             Refusal: the request ran into a limit, or the episode has ended.
@@ -189,14 +195,14 @@ class EpisodeEndpoint:
         async with self._lock:
             if self._is_closed or self.ended.done():
                 raise ended()
-            if is_retry and digest in self._latest:
-                return self._latest[digest]
+            if is_retry and digest in self._answered:
+                return self._answered[digest]
             writing = self._writing = asyncio.ensure_future(self._choices(asked))
             await asyncio.wait([writing])
             self._writing = None
             if writing.cancelled():
                 raise ended()
-            self._latest = {digest: writing.result()}
+            self._answered[digest] = writing.result()
             return writing.result()
 
     async def close(self) -> None:

@@ -68,7 +68,7 @@ class Gateway:
         loop = asyncio.get_running_loop()
         listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        options = {"log_config": None, "log_level": "critical", "access_log": False, "lifespan": "off"}
+        options = {"log_config": None, "log_level": "critical", "access_log": False, "lifespan": "off", "ws": "none"}
         server = uvicorn.Server(uvicorn.Config(self.app, backlog=BACKLOG, **options))
         # Ctrl-C is the run's.
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]

@@ -13,10 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
+from agents.engines.hf import HFEngine
+from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import ABORT
 from agents.types import EndReason, Trajectory
-from tests.agents.gateway.playing import TOOL, Ask, as_part, loop_of, play, said
+from tests.agents.gateway.playing import TOOL, Ask, as_part, loop_of, play, post, said
 from tests.prompts import make_image, sample
 
 CALL = 'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
@@ -325,3 +327,49 @@ def test_an_aborted_episode_kills_its_agent(renderer: Renderer, tmp_path: Path) 
     assert asyncio.run(run()).end_reason is EndReason.ABORTED
     with pytest.raises(ProcessLookupError):
         os.kill(int(marker.read_text()), 0)
+
+
+def ask_once(task: dict[str, Any], base_url: str, api_key: str) -> str:
+    """An agent that a worker process imports."""
+    post(base_url, api_key, {"messages": task["messages"]})
+    return "5"
+
+
+def test_a_function_runs_in_a_process_of_its_own_where_the_entry_says_so(renderer: Renderer) -> None:
+    t = play(renderer, f"{__name__}:ask_once", isolation="process")
+    assert (t.end_reason, t.reward, t.error) == (EndReason.COMPLETED, 1.0, None)
+
+
+def test_a_fault_counts_with_the_lowest_reward_where_the_entry_says_so(renderer: Renderer) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> None:
+        said(ask(task["messages"]))
+        raise KeyError("oh")
+
+    t = play(renderer, agent, on_tool_fault="reward_min", reward_min_val=-1.0)
+    assert (t.end_reason, t.reward) == (EndReason.TOOL_FAULT, -1.0)
+
+
+def test_an_agent_that_does_not_ask_holds_no_other_up_for_longer_than_the_engine_waits(
+    renderer: Renderer, model: PolicyModel
+) -> None:
+    ends: list[float] = []
+
+    def asks(task: dict[str, Any], ask: Ask) -> None:
+        for _ in range(3):
+            said(ask(task["messages"], max_tokens=2))
+        ends.append(time.monotonic())
+
+    def sleeps(task: dict[str, Any], ask: Ask) -> None:
+        time.sleep(5)
+        ends.append(time.monotonic())
+        said(ask(task["messages"], max_tokens=2))
+
+    engine = HFEngine(model, max_wait_s=0.1)
+
+    async def both() -> list[Trajectory]:
+        loops = [loop_of(renderer, agent, engine=engine) for agent in (sleeps, asks)]
+        return await asyncio.gather(*(loop.run(task, build, seed=7) for loop, build, task in loops))
+
+    slow, quick = asyncio.run(both())
+    assert slow.end_reason is quick.end_reason is EndReason.COMPLETED
+    assert ends == sorted(ends) and ends[1] - ends[0] > 1
