@@ -26,7 +26,6 @@ MAX_MESSAGES = 10_000
 MAX_IMAGES = 1_000
 MAX_CHOICES = 16
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 #: What would change the law by which tokens are drawn, and its neutral values.
 _NEUTRAL: Mapping[str, Any] = {
     "frequency_penalty": 0,
@@ -49,34 +48,37 @@ class _StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class _Request(BaseModel):
-    """The fields that are known; another one is an error, since it may change what the model writes."""
+class Asked(BaseModel):
+    """A request for chat completions, checked. Another field is an error: it may change what the model writes.
+
+    A message of the assistant has its text as `content` and its `tool_calls` as `ToolCall`s. Images are decoded.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     model: str = ""
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=1024)
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    logprobs: bool | None = None
-    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] = Field(default=[], max_length=1024)
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    max_tokens: int = Field(default=0, ge=1)
+    max_completion_tokens: int = Field(default=0, ge=1)
+    stop: str | list[Annotated[str, Field(min_length=1)]] = []
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    logprobs: bool = False
+    response_format: dict[str, Any] = {}
     # Those of the run, or absent.
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
-    top_logprobs: int | None = None
+    frequency_penalty: float = 0
+    presence_penalty: float = 0
+    repetition_penalty: float = 1
+    logit_bias: dict[str, Any] = {}
+    top_logprobs: int = 0
     # Read by nobody here: each episode has a seed of its own, and nothing else of these changes a token.
     seed: Any = None
     user: Any = None
@@ -89,24 +91,15 @@ class _Request(BaseModel):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
+    @property
+    def max_new_tokens(self) -> int:
+        """The agent's own limit on a turn; 0 for none."""
+        return self.max_completion_tokens or self.max_tokens
 
-@dataclass(frozen=True)
-class Asked:
-    """A request for chat completions, checked.
-
-    A message of the assistant has its text as `content` and its `tool_calls` as `ToolCall`s. Images are decoded.
-    """
-
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] = ()
-    model: str = ""
-    num_choices: int = 1
-    max_new_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    one_call: bool = False
-    logprobs: bool = False
-    streamed: bool = False
-    with_usage: bool = False
+    @property
+    def stops(self) -> Sequence[str]:
+        """The strings that cut an answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
 class ImageShelf:
@@ -149,52 +142,42 @@ def read_request(value: Mapping[str, Any], sampling: SamplingParams, shelf: Imag
         UserError: a field is wrong, unknown, or asks for another way of sampling than `sampling`. Names it.
     """
     try:
-        request = _Request.model_validate(value)
+        # Some clients send null for what they leave out.
+        asked = Asked.model_validate({name: item for name, item in value.items() if item is not None})
     except ValidationError as error:
         raise _as_user_error(error) from error
-    _check_law(request, sampling)
-    if request.tool_choice == "none":
-        tools = ()
+    _check_law(asked, sampling)
+    if asked.tool_choice == "none":
+        tools = []
     else:
-        tools = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(request.tools or ()))
-    messages = tuple(_message(each, f"messages[{place}]", shelf) for place, each in enumerate(request.messages))
+        tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(asked.tools)]
+    messages = [_message(each, f"messages[{place}]", shelf) for place, each in enumerate(asked.messages)]
     if messages[-1]["role"] == "assistant":
         fix = "add what is said to it; an answer is never begun for the model"
         raise UserError("messages", "must not end with the assistant", "the role assistant", fix)
-    return Asked(
-        messages=messages,
-        tools=tools,
-        model=request.model,
-        num_choices=request.n or 1,
-        max_new_tokens=request.max_completion_tokens or request.max_tokens,
-        stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
-        one_call=request.parallel_tool_calls is False,
-        logprobs=bool(request.logprobs),
-        streamed=bool(request.stream),
-        with_usage=request.stream_options is not None and request.stream_options.include_usage,
-    )
+    return asked.model_copy(update={"messages": messages, "tools": tools})
 
 
 def _as_user_error(error: ValidationError) -> UserError:
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"])) or "the body"
     if first["type"] == "extra_forbidden":
-        known = did_you_mean(field, _Request.model_fields)
+        known = did_you_mean(field, Asked.model_fields)
         return UserError(field, "must be a known field", first["input"], f"leave it out; {known}")
     return UserError(field, first["msg"][:1].lower() + first["msg"][1:], first["input"], "fix the field")
 
 
-def _check_law(request: _Request, sampling: SamplingParams) -> None:
+def _check_law(asked: Asked, sampling: SamplingParams) -> None:
     """Raise `UserError` where tokens would be drawn otherwise than the trainer computes their log-probs."""
     law = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     for name, wanted in {**_NEUTRAL, **law}.items():
-        given = getattr(request, name)
+        given = getattr(asked, name)
         if given is not None and given != wanted:
             raise UserError(name, f"must be {wanted!r}, as in the run", given, "leave it out")
     # The text for a format would be another than the model wrote.
-    if request.response_format and request.response_format != {"type": "text"}:
+    if asked.response_format and asked.response_format != {"type": "text"}:
         fix = "ask for the format in a message"
-        raise UserError("response_format", "must be of the type text", request.response_format, fix)
+        raise UserError("response_format", "must be of the type text", asked.response_format, fix)
 
 
 def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
@@ -282,14 +265,14 @@ def read_turn(
     """
     if thinking:
         text = thinking.said(text)
-    if stops := [place for word in asked.stop if (place := text.find(word)) >= 0]:
+    if stops := [place for word in asked.stops if (place := text.find(word)) >= 0]:
         text = text[: min(stops)]
         finish = "stop"
     if asked.tools:
         found = find_tool_calls(text, tool_format)
         calls = tuple(call for call in found if isinstance(call, ToolCall))
         if calls and len(calls) == len(found):
-            if asked.one_call:
+            if not asked.parallel_tool_calls:
                 calls = calls[:1]
             return outside_tool_calls(text, tool_format).strip(), calls, "tool_calls"
     return text, (), finish
@@ -329,7 +312,7 @@ def events(asked: Asked, choices: Sequence[Choice], answer_id: str) -> Iterator[
         said = {"index": index, "delta": delta, "finish_reason": None, "logprobs": _logprobs(asked, choice)}
         yield {**head, "choices": [said]}
         yield {**head, "choices": [{"index": index, "delta": {}, "finish_reason": choice.finish, "logprobs": None}]}
-    if asked.with_usage:
+    if asked.stream_options.include_usage:
         yield {**head, "choices": [], "usage": _usage(choices)}
 
 

@@ -8,7 +8,7 @@ cut history, or of one that was sent twice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -149,8 +149,8 @@ class EpisodeEndpoint:
         self._is_closed = False
         self._num_refused = 0
         self._refused = ""
-        #: What the agent was answered, by stream and by the place of the message there.
-        self._answers: list[dict[int, Message]] = []
+        #: The message of each turn of the model, by its id, and what the agent was answered.
+        self._answers: dict[int, tuple[Message, Message]] = {}
         #: What was answered, by the digest of what was asked.
         self._answered: dict[bytes, Sequence[Choice]] = {}
 
@@ -215,13 +215,13 @@ class EpisodeEndpoint:
         # A conversation in which the model was stopped before its first turn teaches nothing.
         if len(streams) > 1 and streams[-1].last_turn is None:
             streams.pop()
-        if self._answers:
+        if streams[0].ids:
             self.state.num_prompt = streams[0].num_opening
 
     async def _choices(self, asked: Asked) -> Sequence[Choice]:
-        if len(self.state.turns) + asked.num_choices > self.loop.limits.max_turns:
+        if len(self.state.turns) + asked.n > self.loop.limits.max_turns:
             raise LimitReached(EndReason.MAX_TURNS)
-        return [await self._choice(asked, number) for number in range(asked.num_choices)]
+        return [await self._choice(asked, number) for number in range(asked.n)]
 
     async def _choice(self, asked: Asked, number: int) -> Choice:
         """Write one turn; each choice but the first begins a stream."""
@@ -251,7 +251,8 @@ class EpisodeEndpoint:
         # A turn that the loop's own limit has cut is the end, unless the agent finds a way to go on.
         self.limit = limit if turn.finish == "length" else None
         choice = self._read(turn, asked)
-        self._answers[state.place][len(state.stream.messages) - 1] = choice.message
+        written = state.stream.messages[-1]
+        self._answers[id(written)] = (written, choice.message)
         return choice
 
     def _find(self, asked: Asked) -> tuple[int | None, list[Message]]:
@@ -260,38 +261,38 @@ class EpisodeEndpoint:
         A message of the assistant that equals an answer stands for the turn that the model wrote.
         """
         plain = [self._own(m) or self._written(m, place) for place, m in enumerate(asked.messages)]
-        for place in reversed(range(len(self._answers))):
+        for place in reversed(range(len(self.state.streams))):
             stream = self.state.streams[place]
-            messages = list(plain)
             # Two turns may have the same answer; here it is this stream's own.
-            for index, answered in self._answers[place].items():
-                if index < len(messages) and _is_answer(asked.messages[index], answered):
-                    messages[index] = stream.messages[index]
-            if list(stream.tools) == list(asked.tools) and stream.extended_by(messages):
+            own = [
+                written if self._is_answer(message, written) else other
+                for message, written, other in zip(asked.messages, stream.messages, plain, strict=False)
+            ]
+            messages = [*own, *plain[len(own) :]]
+            if list(stream.tools) == asked.tools and stream.extended_by(messages):
                 return place, messages
         return None, plain
 
+    def _is_answer(self, message: Message, written: Message) -> bool:
+        """Return whether a message is what the agent was answered for a turn of the model."""
+        if message["role"] != "assistant" or id(written) not in self._answers:
+            return False
+        return says_same(message, self._answers[id(written)][1])
+
     def _own(self, message: Message) -> Message | None:
         """Return the message of the model's turn whose answer the message is, the latest one; None where it is none."""
-        if message["role"] != "assistant":
-            return None
-        for place in reversed(range(len(self._answers))):
-            for index, answered in reversed(self._answers[place].items()):
-                if says_same(message, answered):
-                    return self.state.streams[place].messages[index]
-        return None
+        turns = (written for written, _ in reversed(self._answers.values()))
+        return next((written for written in turns if self._is_answer(message, written)), None)
 
     def _written(self, message: Message, place: int) -> Message:
-        """Return a message with its calls as the model would have written them, and no control tokens around them."""
+        """Return a message with its calls as the model would have written them; the prompt breaks control tokens."""
         calls: Sequence[ToolCall] = message.get("tool_calls", ())
         if not calls:
             return message
-        unbroken = self.loop.renderer.encoder.break_control_tokens
-        given = [{"function": {"name": unbroken(call.name), "arguments": call.arguments}} for call in calls]
-        plain = {"role": "assistant", "content": unbroken(message["content"]), "tool_calls": given}
+        given = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
         try:
-            text = self.loop.writer.text(plain, f"messages[{place}]")
-        except UserError:  # such as a call whose arguments have control tokens: the prompt breaks them
+            text = self.loop.writer.text({**message, "tool_calls": given}, f"messages[{place}]")
+        except UserError:  # such as a call that has control tokens
             texts = [message["content"], *(write_tool_call(call, self.loop.tool_format) for call in calls)]
             text = "\n".join(filter(None, texts))
         return {"role": "assistant", "content": text}
@@ -340,12 +341,11 @@ class EpisodeEndpoint:
         if len(rendered.ids) >= loop.engine.context_length:
             raise LimitReached(EndReason.CONTEXT_FULL)
         stream.read(rendered)
-        if not self._answers:
+        if not state.streams[0].ids:
             # The stream of the problem as it is: the agent's own first conversation takes its place.
             state.streams.clear()
             state.tools = asked.tools
         state.begin_stream(stream)
-        self._answers.append({})
 
     def _room_for(self, added: Sequence[Message]) -> int:
         room, limit = self.loop._room(self.state)
@@ -355,17 +355,13 @@ class EpisodeEndpoint:
 
     def _num_given(self, messages: Sequence[Message]) -> int:
         """Return from where on all that the assistant says are turns of the model, which keep their control tokens."""
-        own = {id(m) for place, answers in enumerate(self._answers) for m in self._turns_of(place, answers)}
         given = len(messages)
         for place in reversed(range(len(messages))):
             if messages[place]["role"] == "assistant":
-                if id(messages[place]) not in own:
+                if id(messages[place]) not in self._answers:
                     break
                 given = place
         return given
-
-    def _turns_of(self, place: int, answers: Mapping[int, Message]) -> list[Message]:
-        return [self.state.streams[place].messages[index] for index in answers]
 
     def _read(self, turn: Turn, asked: Asked) -> Choice:
         """Return a turn as the agent reads it."""
@@ -380,10 +376,6 @@ class EpisodeEndpoint:
             for token, logprob in zip(written.ids, written.logprobs, strict=True)
         ]
         return Choice(text, calls, finish, written.prompt_length, turn.num_cached, tuple(tokens))
-
-
-def _is_answer(message: Message, answered: Message) -> bool:
-    return message["role"] == "assistant" and says_same(message, answered)
 
 
 def ended() -> Refusal:

@@ -101,7 +101,7 @@ class Gateway:
             endpoint.refuse(refusal)
             return _json(dialect.error(str(refusal), refusal.code, None), refusal.status)
         answer_id = secrets.token_hex(8)
-        if not asked.streamed:
+        if not asked.stream:
             return _json(dialect.write(asked, choices, answer_id))
         return Response(as_stream(dialect.events(asked, choices, answer_id)), media_type="text/event-stream")
 
