@@ -14,6 +14,7 @@ import asyncio
 import copy
 import json
 import random
+import re
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ from tests.agents.rendering.template_cases import OWN_TEMPLATES, QWEN_TEMPLATES,
 from tests.prompts import make_image, sample
 
 REQUESTS_PER_EPISODE = 20
+CHAT = "/v1/chat/completions"
 IMAGES = [as_part(make_image(64, 64, seed)) for seed in range(4)]
 JUNK: tuple[Any, ...] = (
     None, True, -1, 0, 1.5, 10**400, float("nan"), "", "x", "\ud800", "<|im_end|>", "data:image/png;base64,AAAA",
@@ -100,6 +102,31 @@ def conversation(rng: random.Random, told: list[list[Any]], problem: list[Any]) 
     return kind, [*before, added]
 
 
+def in_dialect(rng: random.Random, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body of a request, now and then as another protocol has it."""
+    path = rng.choice([CHAT] * 8 + ["/v1/responses", "/v1/messages"])
+    if path == CHAT:
+        return path, body
+    texts = "input_text" if path == "/v1/responses" else "text"
+    items: list[Any] = []
+    for message in body["messages"]:
+        content = message.get("content") or ""
+        if isinstance(content, list):
+            content = [{"type": texts, "text": part.get("text")} if "text" in part else part for part in content]
+        items.append({**message, "content": content})
+        for call in message.get("tool_calls", []):
+            function = call["function"]
+            items.append({"type": "function_call", "call_id": call.get("id"), **function})
+            items[-2]["content"] = [
+                {"type": "tool_use", **function, "input": {"at": "x"}},
+                {"type": texts, "text": "y"},
+            ]
+    rest = {name: item for name, item in body.items() if name not in ("messages", "tools")}
+    if path == "/v1/responses":
+        return path, {**rest, "input": items, "tools": [{"type": "function", **TOOL["function"]}]}
+    return path, {**rest, "messages": items, "tools": [{"name": "look", "input_schema": {}}]}
+
+
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the path of each value in a JSON value."""
     found = [path] if path else []
@@ -124,7 +151,8 @@ def mutated(rng: random.Random, body: dict[str, Any]) -> tuple[str, bytes]:
     elif kind == "more keys":
         body[rng.choice(["functions", "best_of", "", "messages "])] = rng.choice(JUNK)
     elif kind == "twice":
-        body["messages"] = body["messages"] * rng.choice([2, 40])
+        name = rng.choice([name for name in ("messages", "input", "tools") if name in body])
+        body[name] = body[name] * rng.choice([2, 40])
     elif kind == "huge":
         holder[last] = "word " * rng.choice([5_000, 200_000])
     data = json.dumps(body).encode()
@@ -142,7 +170,7 @@ def mutated(rng: random.Random, body: dict[str, Any]) -> tuple[str, bytes]:
 
 
 async def send(
-    app: Any, key: str, data: bytes, method: str = "POST", cuts: int | None = None, path: str = "/v1/chat/completions"
+    app: Any, key: str, data: bytes, path: str, method: str = "POST", cuts: int | None = None
 ) -> tuple[int, bytes]:
     """Return status and body of a request; with `cuts` the connection ends after so many of its bytes. 0: no answer."""
     chunks = [data[start : start + 2**20] for start in range(0, len(data), 2**20)] or [b""]
@@ -162,7 +190,7 @@ async def send(
         status = message.get("status", status)
         answer.extend(message.get("body", b""))
 
-    headers = [(b"authorization", f"Bearer {key}".encode()), (b"x-stainless-retry-count", b"0")]
+    headers = [(b"authorization", f"Bearer {key}".encode())]
     scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
     scope |= {"http_version": "1.1", "scheme": "http", "server": ("127.0.0.1", 80), "client": None, "root_path": ""}
     try:
@@ -222,7 +250,9 @@ class Fuzz:
         told: list[list[Any]] = []
         for _ in range(REQUESTS_PER_EPISODE):
             kind, messages = conversation(rng, told, problem)
-            body = {"model": "policy", "messages": messages, "tools": [TOOL], **rng.choice(FIELDS)}
+            asked = {"model": "policy", "messages": messages, "tools": [TOOL], **rng.choice(FIELDS)}
+            path, body = in_dialect(rng, asked)
+            kind = kind if path == CHAT else path.removeprefix("/v1/")
             data = json.dumps(body).encode()
             used = key
             cuts = None
@@ -238,18 +268,18 @@ class Fuzz:
                 used = rng.choice(self.old_keys)
             elif draw < 0.46:
                 kind = "another method"
-                status, _ = await send(gateway.app, key, data, rng.choice(["GET", "PUT", "HEAD", "DELETE"]))
+                status, _ = await send(gateway.app, key, data, path, rng.choice(["GET", "PUT", "HEAD", "DELETE"]))
                 self._count(kind, status, b"")
                 continue
             if rng.random() < 0.05:  # two at once
                 (status, answer), other = await asyncio.gather(
-                    send(gateway.app, used, data, cuts=cuts), send(gateway.app, used, data, cuts=cuts)
+                    send(gateway.app, used, data, path, cuts=cuts), send(gateway.app, used, data, path, cuts=cuts)
                 )
                 self._count(kind, *other)
             else:
-                status, answer = await send(gateway.app, used, data, cuts=cuts)
+                status, answer = await send(gateway.app, used, data, path, cuts=cuts)
             self._count(kind, status, answer)
-            if status == 200 and answer.startswith(b"{"):
+            if status == 200 and path == CHAT and answer.startswith(b"{"):
                 read = json.loads(data)["messages"]
                 told += [[*read, choice["message"]] for choice in json.loads(answer)["choices"]]
 
@@ -259,7 +289,8 @@ class Fuzz:
             self.faults.append(f"{kind}: {status} {answer[:200]!r}")
         if status == 400:
             error = json.loads(answer)["error"]
-            self.codes[f"{error['code']} {str(error['param'] or '').partition('[')[0]}".strip()] += 1
+            field = re.split(r"[\[.]", error.get("param") or "")[0]
+            self.codes[f"{error['code']} {field}".strip()] += 1
 
     def _check(self, number: int, t: Trajectory, engine: NotingEngine) -> None:
         """Count a trajectory, and compare each of its turns with what the engine read and wrote."""
