@@ -57,7 +57,8 @@ def test_every_stream_is_read_back_as_it_was_with_its_images(
         assert all(np.array_equal(a.pixels_PD, b.pixels_PD) for a, b in zip(one.images, other.images, strict=True))
     assert (episode.num_tokens, episode.num_model_tokens) == (played.num_tokens, played.num_model_tokens)
     (score,) = recording.scores().values()
-    assert [x - 0.125 for x in episode.all_logprobs] == pytest.approx(score.logprobs)
+    written = np.array(episode.all_logprobs, dtype=np.float64)
+    assert score.logprobs == pytest.approx((written - 0.125).tolist())
 
 
 def test_a_message_of_several_streams_is_written_once(recorded: tuple[Recording, Any]) -> None:
