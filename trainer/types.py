@@ -26,13 +26,14 @@ class RunFault(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class TrainingSample:
-    """One trajectory with its advantage, and the weight of each of its model tokens in the step's loss.
+    """One token stream of an episode, the episode's advantage, and the weight of each model token in the step's loss.
 
     `weight` already holds the update's global denominator (`trainer.algorithms.aggregation`), so gradients of
-    micro-batches and ranks simply add up, however the samples are split. `key` is `Trajectory.key`.
-    The first `prefix_length` tokens, with `num_prefix_images` of the images, are the prompt, which other samples may
-    share. `turns_T` is the model turn of each token, from 1; 0 for tokens that the model did not write. `kept_NK` and
-    `routes_RLK` are those of `Trajectory`.
+    micro-batches and ranks simply add up, however the samples are split. `key` is `Trajectory.key`, and `stream` the
+    place in `Trajectory.streams`. The first `prefix_length` tokens, with `num_prefix_images` of the images, are what
+    other samples may share: the first stream's prompt, or what a later stream's prompt has in common with it.
+    `turns_T` is the episode's turn of each token, from 1; 0 for tokens that the model did not write. `kept_NK` and
+    `routes_RLK` are those of the stream.
     """
 
     ids_T: NDArray[np.int64]
@@ -46,6 +47,7 @@ class TrainingSample:
     advantage: Advantage
     weight: float
     key: tuple[int, int, int] = (0, 0, 0)
+    stream: int = 0
     kept_NK: NDArray[np.int32] | None = None
     routes_RLK: NDArray[np.uint8 | np.uint16] | None = None
 
@@ -59,15 +61,16 @@ class TrainingSample:
         return np.full(len(turns_N), np.float32(self.advantage))
 
     @property
-    def prompt_key(self) -> tuple[bytes, tuple[str, ...], bytes]:
-        """The prompt as a key of mappings: its ids, the digests of its images, and a hash of its experts."""
+    def prompt_key(self) -> tuple[int, bytes, tuple[str, ...], bytes]:
+        """The shared tokens as a key of mappings: group, ids, the digests of the images, and a hash of the experts."""
         # Equal ids are not enough: other images have the same placeholders.
         shown = self.images[: self.num_prefix_images]
         experts = b""
         if self.routes_RLK is not None:
             # A prompt is computed once for all samples that share it, so they must have sent it to the same experts.
             experts = hashlib.blake2b(self.routes_RLK[: self.prefix_length].tobytes(), digest_size=16).digest()
-        return self.ids_T[: self.prefix_length].tobytes(), tuple(image.digest for image in shown), experts
+        # Later streams of all groups may begin alike, for a few tokens: that must not tie them to one row or rank.
+        return self.key[0], self.ids_T[: self.prefix_length].tobytes(), tuple(i.digest for i in shown), experts
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,8 +185,8 @@ class StepStats:
       (token, layer) where the trainer by itself takes other experts, also by layer. `kl_free`: the k3 estimate without
       the routes. `load_max`: the largest expert's share of the choices times the number of experts, and `entropy` of
       these shares in nats, both means over layers.
-    - `logprobs`: the trainer's log-probs of the N model tokens of every training sample, by its key, under the weights
-      that the step starts from.
+    - `logprobs`: the trainer's log-probs of the N model tokens of every training sample, by its key and stream, under
+      the weights that the step starts from.
     """
 
     loss: float
@@ -201,7 +204,7 @@ class StepStats:
     objective: Mapping[str, float]
     memory: Mapping[str, float] = field(default_factory=dict, compare=False)
     routing: Mapping[str, float] = field(default_factory=dict, compare=False)
-    logprobs: Mapping[tuple[int, int, int], NDArray[np.float32]] = field(
+    logprobs: Mapping[tuple[int, int, int, int], NDArray[np.float32]] = field(
         default_factory=dict, repr=False, compare=False
     )
 

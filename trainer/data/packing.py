@@ -21,7 +21,7 @@ from agents.model.attention import Span, needs_buckets
 from agents.model.mrope import mrope_positions, num_images_within
 from agents.model.packed import PackedStreams
 from agents.model.policy import PolicyModel
-from agents.types import ProcessedImage, Trajectory, TrajectoryGroup
+from agents.types import ProcessedImage, TokenStream, Trajectory, TrajectoryGroup
 from trainer.algorithms.advantages import Advantages
 from trainer.algorithms.aggregation import token_weights
 from trainer.config.algorithm import AlgorithmConfig
@@ -68,42 +68,70 @@ def training_samples(
             masked = config.mask_truncated and trajectory.end_reason.is_truncated
             if advantage is not None and trajectory.num_model_tokens and not masked:
                 chosen.append((trajectory, advantage))
-    # Over the whole update: micro-batches and ranks must not change a token's weight.
+    # Over the whole update: micro-batches and ranks must not change a token's weight. By episode: how it was cut into
+    # streams must not either.
     lengths = [trajectory.num_model_tokens for trajectory, _ in chosen]
     weights_S = token_weights(lengths, config.aggregation, config.loss_constant or max_new_tokens)
-    return [
-        training_sample(t, t.mask_T, _turn_numbers(t), advantage, weight, image_token_id, merge_size)
-        for (t, advantage), weight in zip(chosen, weights_S.tolist(), strict=True)
-    ]
+    samples: list[TrainingSample] = []
+    for (trajectory, advantage), weight in zip(chosen, weights_S.tolist(), strict=True):
+        samples += episode_samples(trajectory, advantage, weight, image_token_id, merge_size)
+    return samples
 
 
-def training_sample(
-    trajectory: Trajectory,
-    mask_T: NDArray[np.bool_],
-    turns_T: NDArray[np.int64],
-    advantage: Advantage,
-    weight: float,
-    image_token_id: int,
-    merge_size: int,
-) -> TrainingSample:
-    """Return the training sample of a trajectory that learns the tokens of `mask_T`, whose turns are in `turns_T`."""
-    prompt = trajectory.ids_T[: trajectory.prompt_length]
-    grids = [image.grid_thw for image in trajectory.images]
-    return TrainingSample(
-        ids_T=trajectory.ids_T,
-        mask_T=mask_T,
-        turns_T=turns_T,
-        logprobs_T=trajectory.logprobs_T,
-        positions_3T=mrope_positions(trajectory.ids_T, grids, image_token_id, merge_size),
-        images=trajectory.images,
-        prefix_length=trajectory.prompt_length,
-        num_prefix_images=num_images_within(prompt, trajectory.images, image_token_id),
-        advantage=advantage,
-        weight=weight,
-        key=trajectory.key,
-        kept_NK=trajectory.kept_NK,
-        routes_RLK=trajectory.routes_RLK,
-    )
+def episode_samples(
+    trajectory: Trajectory, advantage: Advantage, weight: float, image_token_id: int, merge_size: int
+) -> list[TrainingSample]:
+    """Return a training sample of each stream in which the model wrote; every model token has the same weight."""
+    first, *_ = streams = trajectory.streams
+    samples: list[TrainingSample] = []
+    for number, stream in enumerate(streams):
+        if not stream.mask_T.any():
+            continue
+        turns_T = np.zeros(len(stream.ids_T), dtype=np.int64)
+        for turn_number, turn in enumerate(trajectory.turns, 1):
+            if turn.stream == number:
+                turns_T[turn.start : turn.end] = turn_number
+        # A row begins with a token: where nothing is shared, the prompt is the stream's own.
+        prefix_length = shared_prompt(first, stream, image_token_id) or stream.prompt_length
+        prefix = stream.ids_T[:prefix_length]
+        grids = [image.grid_thw for image in stream.images]
+        samples.append(
+            TrainingSample(
+                ids_T=stream.ids_T,
+                mask_T=stream.mask_T,
+                turns_T=turns_T,
+                logprobs_T=stream.logprobs_T,
+                positions_3T=mrope_positions(stream.ids_T, grids, image_token_id, merge_size),
+                images=stream.images,
+                prefix_length=prefix_length,
+                num_prefix_images=num_images_within(prefix, stream.images, image_token_id),
+                advantage=advantage,
+                weight=weight,
+                key=trajectory.key,
+                stream=number,
+                kept_NK=stream.kept_NK,
+                routes_RLK=stream.routes_RLK,
+            )
+        )
+    return samples
+
+
+def shared_prompt(first: TokenStream, stream: TokenStream, image_token_id: int) -> int:
+    """Return how many tokens, with whole and equal images, the prompts of two streams have in common."""
+    most = min(first.prompt_length, stream.prompt_length)
+    is_same_T = first.ids_T[:most] == stream.ids_T[:most]
+    length = most if is_same_T.all() else int(is_same_T.argmin())
+    placeholders = np.flatnonzero(stream.ids_T[:length] == image_token_id)
+    begin = 0
+    for image, other in zip(first.images, stream.images, strict=False):
+        if begin == len(placeholders):
+            break
+        end = begin + image.num_tokens
+        # Other images may have the same placeholders, and a larger one begins with those of a smaller.
+        if image.digest != other.digest or end > len(placeholders):
+            return int(placeholders[begin])
+        begin = end
+    return length
 
 
 def split_evenly(items: Sequence[T], parts: int) -> list[Sequence[T]]:
@@ -116,14 +144,6 @@ def split_evenly(items: Sequence[T], parts: int) -> list[Sequence[T]]:
     parts = max(1, min(parts, len(items)))
     bounds = [-(-len(items) * number // parts) for number in range(parts + 1)]
     return [items[start:end] for start, end in itertools.pairwise(bounds)]
-
-
-def _turn_numbers(trajectory: Trajectory) -> np.ndarray:
-    """Return the turn of every token, from 1; 0 for tokens that the model did not write."""
-    turns_T = np.zeros(len(trajectory.ids_T), dtype=np.int64)
-    for number, turn in enumerate(trajectory.turns, 1):
-        turns_T[turn.start : turn.end] = number
-    return turns_T
 
 
 def pack_rows(samples: Sequence[TrainingSample], max_tokens: int) -> list[Row]:

@@ -115,7 +115,7 @@ class StepSums:
         )
 
 
-def _by_key(measured: Sequence[tuple[TokenBatch, Tensor]]) -> dict[tuple[int, int, int], NDArray[np.float32]]:
+def _by_key(measured: Sequence[tuple[TokenBatch, Tensor]]) -> dict[tuple[int, int, int, int], NDArray[np.float32]]:
     """Return the log-probs of every sample of this rank, copied from the device at once; filler samples have none."""
     samples = [sample for batch, _ in measured for sample in batch.samples]
     if not samples:
@@ -124,4 +124,4 @@ def _by_key(measured: Sequence[tuple[TokenBatch, Tensor]]) -> dict[tuple[int, in
     values_N = torch.cat([logprobs_N.float() for _, logprobs_N in measured]).cpu().numpy()
     ends = np.cumsum([int(sample.mask_T.sum()) for sample in samples])
     parts = np.split(values_N, ends[:-1])
-    return {sample.key: part for sample, part in zip(samples, parts, strict=True) if len(part)}
+    return {(*sample.key, sample.stream): part for sample, part in zip(samples, parts, strict=True) if len(part)}

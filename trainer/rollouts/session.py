@@ -11,6 +11,8 @@ from dataclasses import asdict, replace
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
+
 from agents.cli.text import counted
 from agents.recording.recorder import rewind_recording
 from agents.recording.schema import TRAIN
@@ -266,8 +268,12 @@ class TrainingSession(RunSession[LoopState]):
         """Record the learner's log-probs of the episodes that it learned from."""
         if self.recorder is None:
             return
-        for t in (t for group in rollout.groups for t in group.trajectories if t.key in stats.logprobs):
-            self.recorder.write_scores(t, self.step, stats.logprobs[t.key])
+        for t in (t for group in rollout.groups for t in group.trajectories):
+            keys = [(*t.key, stream) for stream in range(1 + len(t.later))]
+            # Stream after stream; one without model tokens has no log-probs.
+            own = [stats.logprobs[key] for key in keys if key in stats.logprobs]
+            if own:
+                self.recorder.write_scores(t, self.step, np.concatenate(own))
 
     async def finish_step(
         self,

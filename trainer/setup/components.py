@@ -171,6 +171,7 @@ def build_episode(
         limits = Limits(turns, max_new_tokens, EnvLimits.of(entry))
         thinking = find_thinking(renderer.template, entry.thinking)
         make = episode_of(entry)
-        return make(engine, renderer, limits, sampling, use_tools, thinking, load_rewards(entry.reward), routes)
+        rewards = load_rewards(entry.reward)
+        return make(engine, renderer, limits, sampling, use_tools, thinking, rewards, routes, entry.history)
 
     return by_entry(spec, max_turns, of_entry)

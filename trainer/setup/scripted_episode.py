@@ -73,5 +73,6 @@ async def _played(spec: EnvSpec, build_env: BuildEnv, args: EnvArgs, renderer: R
 
     engine = ScriptedEngine(renderer.tokenizer, answer, context_length=10 * MAX_NEW_TOKENS)
     limits = Limits(min(2, args.max_turns), MAX_NEW_TOKENS, EnvLimits.of(spec), check_template_every=0)
-    episode = episode_of(spec)(engine, renderer, limits, SamplingParams(stop_ids=renderer.stop_ids))
+    params = SamplingParams(stop_ids=renderer.stop_ids)
+    episode = episode_of(spec)(engine, renderer, limits, params, history=spec.history)
     return await episode.run(sample, lambda: build_env(sample, args), seed=0)

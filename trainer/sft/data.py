@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agents.model.architectures import ModelFacts
 from agents.rollout.conversation import ConversationRenderer, ConversationStream
@@ -16,7 +16,7 @@ from envs.datasets.conversations import Conversation, ConversationSource
 from envs.errors import UserError
 from trainer.algorithms.aggregation import token_weights
 from trainer.config.sft import LIKELIHOOD
-from trainer.data.packing import training_sample
+from trainer.data.packing import episode_samples
 from trainer.types import TrainingSample
 
 #: Conversations read at once, by several threads: bounds the decoded images that wait.
@@ -126,7 +126,8 @@ def training_samples(
     There was no rollout: rollout log-probs are 0 and not used.
     """
     weights_S = token_weights([stream.num_taught for stream in streams], LIKELIHOOD.aggregation, 0)
-    return [
-        training_sample(stream.trajectory, stream.mask_T, stream.turns_T, 1.0, weight, image_token_id, merge_size)
-        for stream, weight in zip(streams, weights_S.tolist(), strict=True)
-    ]
+    samples: list[TrainingSample] = []
+    for stream, weight in zip(streams, weights_S.tolist(), strict=True):
+        [sample] = episode_samples(stream.trajectory, 1.0, weight, image_token_id, merge_size)
+        samples.append(replace(sample, mask_T=stream.mask_T, turns_T=stream.turns_T))
+    return samples

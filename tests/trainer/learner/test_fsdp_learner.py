@@ -296,7 +296,7 @@ def test_the_trainers_log_probs_come_back_by_sample(
     stats = learner.step([named[part::num_minibatches] for part in range(num_minibatches)])
     assert stats.logprobs.keys() == {s.key for s in named}
     for s in named:
-        np.testing.assert_allclose(stats.logprobs[s.key], s.logprobs_T[s.mask_T], atol=2e-5)
+        np.testing.assert_allclose(stats.logprobs[*s.key, s.stream], s.logprobs_T[s.mask_T], atol=2e-5)
     assert "logprobs" not in stats.row()
 
 

@@ -15,7 +15,8 @@ import pytest
 from agents.model.architectures import ModelFacts
 from agents.recording import Recording
 from agents.recording.gzip_lines import GzipLines
-from agents.recording.schema import EPISODES, RoutesRecord
+from agents.recording.schema import EPISODES
+from agents.recording.stream_schema import RoutesRecord
 from agents.rollout.groups import GroupInFlight, ManagerState
 from agents.types import RouteShape
 from envs.errors import UserError
