@@ -57,8 +57,8 @@ def training_samples(
 
     Broken episodes are left out. So are groups with fewer than two valid episodes, from which nothing can be learnt. A
     group with equal rewards has advantage 0 and stays: as in GRPO, its tokens count in the denominator, and in the
-    step's statistics. A stream without model tokens counts only in the statistics of its group. With
-    `config.mask_truncated`, the same holds for a stream that a limit cut off.
+    step's statistics. An episode without model tokens counts only in the statistics of its group. With
+    `config.mask_truncated`, the same holds for an episode that a limit cut off.
     """
     chosen: list[tuple[Trajectory, Advantage]] = []
     for group, group_advantages in zip(groups, advantages, strict=True):
