@@ -92,6 +92,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         Limits(args.max_turns, config.max_new_tokens, EnvLimits.of(spec)),
         SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids),
         thinking=thinking,
+        history=spec.history,
     )
     # Absolute now: code of the environment may change the working directory while it plays.
     record = config.record and config.record.absolute()

@@ -73,9 +73,14 @@ class ToolFault(EnvFault):
         self.info = info or {}
 
 
-def checked_messages(value: object) -> tuple[Message, ...]:
-    """Validate messages, or a single one, and return them with decoded images."""
-    return tuple(_message(each) for each in (value if isinstance(value, (list, tuple)) else [value]))
+def checked_messages(
+    value: object, known: Sequence[Any] = (), method: str = "format_observation"
+) -> tuple[Message, ...]:
+    """Validate messages, or a single one, and return them with decoded images.
+
+    The number of one of the `known` images stands for it. `method` returned the value.
+    """
+    return tuple(_message(each, known, method) for each in (value if isinstance(value, (list, tuple)) else [value]))
 
 
 def checked_opening(value: object) -> tuple[Message, ...]:
@@ -128,24 +133,28 @@ def checked_number(value: object, rule: str) -> float:
     return float(value)
 
 
-def _message(value: object) -> Message:
+def _message(value: object, known: Sequence[Any], method: str) -> Message:
     if isinstance(value, dict) and isinstance(value.get("role"), str):
         content = value.get("content")
         rest = plain_dict({name: part for name, part in value.items() if name != "content"})
         if isinstance(content, str):
             return {**rest, "content": plain(content)}
         if isinstance(content, list):
-            return {**rest, "content": [_part(part) for part in content]}
-    rule = 'format_observation must return {"role": str, "content": str or list of parts}, or a list of such messages'
-    raise EnvFault(f"{rule}, got {value!r:.200}")
+            return {**rest, "content": [_part(part, known) for part in content]}
+    rule = 'must return {"role": str, "content": str or list of parts}, or a list of such messages'
+    raise EnvFault(f"{method} {rule}, got {value!r:.200}")
 
 
-def _part(part: object) -> dict[str, Any]:
+def _part(part: object, known: Sequence[Any]) -> dict[str, Any]:
     if isinstance(part, dict):
         if part.get("type") == "text" and isinstance(part.get("text"), str):
             return plain(part)
         if part.get("type") == "image":
-            image = load_image(part.get("image"), "observation image", max_pixels=MAX_IMAGE_PIXELS)
+            image = part.get("image")
+            if type(image) is int and 0 <= image < len(known):
+                image = known[image]
+            else:
+                image = load_image(image, "observation image", max_pixels=MAX_IMAGE_PIXELS)
             return {**plain_dict({name: each for name, each in part.items() if name != "image"}), "image": image}
     raise EnvFault(
         f'a part must be {{"type": "text", "text": str}} or {{"type": "image", "image": image}}, got {part!r:.200}'

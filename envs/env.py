@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,6 +16,8 @@ CallPolicy = Literal["last", "sequential"]
 #: What a fault that the model's own action caused is worth: the model reads the error and the episode goes on, the
 #: episode is dropped, or it ends with the lowest reward.
 ToolFaultPolicy = Literal["observe", "drop", "reward_min"]
+#: Edits what the model goes on seeing of a conversation.
+EditHistory = Callable[[list[Message]], Sequence[Message]]
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,10 @@ class Env(ABC):
 
     `step` and `reward` get what the model says. What it thinks, such as ``<think>...</think>``, is taken out before,
     and an unfinished thought leaves an empty text (`thinking` of the registry entry, `envs.tool_calls.thinking`).
+
+    An environment that defines ``edit_history(messages)`` edits what the model goes on seeing: after each step that
+    does not end the task it gets the messages that the model has read and written, with the new observation, and
+    returns those to go on with. An image stands in them as its number, such as ``{"type": "image", "image": 3}``.
     """
 
     #: JSON schemas of the tools for the chat template's `tools`; read after `reset`.

@@ -17,6 +17,7 @@ from envs.contract import MAX_REWARD
 from envs.env import CallPolicy, Env, EnvArgs, ToolFaultPolicy
 from envs.errors import CODE_FAULTS, UserError
 from envs.grading import GraderReference
+from envs.history import History
 from envs.success import ENVIRONMENT, NONE, SUCCESS_DESCRIPTION, MixedSuccess, Success, SuccessSetting
 from envs.tool_calls import ToolFormat
 from envs.tool_calls.thinking import ThinkingSetting
@@ -106,6 +107,11 @@ class EnvSpec(BaseModel):
         description="one line for the list of environments, and for the prompt of a Gymnasium environment"
     )
     max_turns: int = Field(ge=1, description="model turns an episode may take")
+    history: History | None = Field(
+        default=None,
+        description="what the model goes on seeing, {keep_images: 4, keep_turns: 12}: the last images and the last "
+        "turns, both optional; empty: everything",
+    )
     dataset: str | None = Field(
         default=None, pattern=_REFERENCE, description="module:ATTRIBUTE of the built-in data set"
     )

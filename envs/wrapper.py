@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from envs.contract import EpisodeEnv
-from envs.env import Env
+from envs.env import EditHistory, Env
 from envs.types import Message
 
 _CONTRACT = tuple(name for name in vars(EpisodeEnv) if not name.startswith("_"))
@@ -54,6 +54,11 @@ class Wrapper(Env):
     def format_observation(self, observation: dict[str, Any]) -> Message | Sequence[Message]:
         """Format the observation."""
         return self.env.format_observation(observation)
+
+    @property
+    def edit_history(self) -> EditHistory | None:
+        """The environment's own `edit_history`, if it has one."""
+        return getattr(self.env, "edit_history", None)
 
     def reward(self, final_text: str) -> float | None:
         """Return the reward of the last text."""

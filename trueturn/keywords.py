@@ -45,6 +45,7 @@ class EnvKeywords(EnvironmentKeywords, total=False):
     id: Any
     version: Any
     description: Any
+    history: Any
     dataset: Any
     dataset_options: Any
     options: Any

@@ -92,6 +92,7 @@ class Fork:
             SamplingParams(self.way.temperature, self.renderer.stop_ids, self.renderer.suppressed_ids),
             self.way.use_tools,
             self.way.thinking,
+            history=self.context.spec.part(sample.metadata).history,
         )
 
     async def play(

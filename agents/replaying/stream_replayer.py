@@ -79,6 +79,7 @@ class StreamReplayer:
             self._sampling,
             way.use_tools,
             way.thinking,
+            history=self.context.spec.part(sample.metadata).history,
         )
         trajectory = await loop.run(sample, lambda: self.context.make_env(sample, way), episode.seed)
         return stream_result(trajectory, len(answers))

@@ -18,7 +18,6 @@ from typing import Any
 
 from agents.engines.base import Engine, Session
 from agents.rendering.renderer import Renderer
-from agents.rollout.history import History
 from agents.rollout.invariants import (
     Vocabulary,
     broken_invariant,
@@ -28,7 +27,7 @@ from agents.rollout.invariants import (
     in_stream,
 )
 from agents.rollout.rewards import RewardSum
-from agents.rollout.stream import Stream
+from agents.rollout.stream import Stream, is_same
 from agents.rollout.template_check import template_mismatch
 from agents.types import (
     EndReason,
@@ -42,10 +41,11 @@ from agents.types import (
 )
 from envs.contract import EnvFault, EpisodeEnv, ToolFault, is_json, plain_dict
 from envs.execution.runner import EnvRunner, StepResult
+from envs.history import History
 from envs.spec import EnvLimits, EnvSpec
 from envs.success import ENVIRONMENT
 from envs.tool_calls.thinking import Thinking
-from envs.types import Message, Sample, content_parts
+from envs.types import Message, Sample, content_parts, message_images
 
 #: `task.cancel(ABORT)` ends an episode as `aborted` and keeps what it has so far. Any other cancellation is raised.
 ABORT = "abort"
@@ -84,6 +84,8 @@ class EpisodeState:
     messages: list[Message]
     checks_template: bool
     streams: list[Stream] = field(init=False)
+    #: How many messages are the problem's.
+    num_prompt: int = field(init=False)
     #: The stream in which the model writes now, as a place in `streams`.
     place: int = 0
     turns: list[Turn] = field(default_factory=list)
@@ -93,8 +95,8 @@ class EpisodeState:
     check_s: float = 0.0
 
     def __post_init__(self) -> None:
-        # One list, as long as the history is not cut.
         self.streams = [Stream(self.messages)]
+        self.num_prompt = len(self.messages)
 
     @property
     def stream(self) -> Stream:
@@ -102,18 +104,19 @@ class EpisodeState:
         return self.streams[self.place]
 
     def say(self, messages: Iterable[Message]) -> None:
-        """Append messages to the whole conversation and to that of the stream."""
-        said = list(messages)
-        self.messages += said
-        if self.stream.messages is not self.messages:
-            self.stream.messages += said
+        """Append messages to those of the stream."""
+        self.stream.messages += messages
 
     def begin_stream(self, stream: Stream) -> None:
         """Go on in a new stream."""
-        # The first stream keeps what it said, the conversation goes on.
-        self.messages = [*self.messages]
         self.place = len(self.streams)
         self.streams.append(stream)
+
+    def drop_unwritten(self) -> None:
+        """Drop a stream that was begun and in which the model wrote nothing."""
+        if self.place and self.stream.last_turn is None:
+            self.streams.pop()
+            self.place = len(self.streams) - 1
 
     def frozen_streams(self) -> tuple[TokenStream, ...]:
         """Return all streams as they are, each with its turns."""
@@ -195,6 +198,7 @@ class Episode:
         env = EnvRunner(build, self.limits.env, sample.id, self.thinking)
         state = EpisodeState(env, seed, list(sample.prompt), checks_template)
         reward, end_reason, error = await self._play(state)
+        state.drop_unwritten()
         first, *later = state.frozen_streams()
         trajectory = Trajectory(
             sample_id=sample.id,
@@ -319,7 +323,7 @@ class Episode:
             if result.done:
                 return EndReason.COMPLETED
             if number < self.limits.max_turns:
-                limit = self._observe(state, result.messages)
+                limit = await self._observe(state, result.messages)
                 if limit is not None:
                     return limit
         return EndReason.MAX_TURNS
@@ -404,19 +408,17 @@ class Episode:
             return (budget, EndReason.TOKEN_BUDGET)
         return (room, EndReason.CONTEXT_FULL)
 
-    def _observe(self, state: EpisodeState, observed: Sequence[Message]) -> EndReason | None:
+    async def _observe(self, state: EpisodeState, observed: Sequence[Message]) -> EndReason | None:
         """Append the observation as the template writes it after a model turn, or begin a stream where the history is
         cut; return the end reason where it does not fit.
         """
         # Some templates cannot write two turns of the assistant in a row.
         observed = observed or ({"role": "user", "content": ""},)
+        cut = await self._cut_history(state, [*state.stream.messages, *observed])
         room, limit = self._room(state)
         try:
-            if self.history:
-                num_opening = state.streams[0].num_opening
-                shown = self.history.shown([*state.messages, *observed], num_opening)
-                if not state.stream.extended_by(shown):
-                    return self._begin_stream(state, observed, shown)
+            if cut is not None:
+                return self._begin_stream(state, cut)
             if not self._may_fit(observed, room):
                 return limit
             suffix = self.renderer.suffix(observed, last_id=state.stream.ids[-1], has_tools=bool(state.tools))
@@ -429,21 +431,33 @@ class Episode:
         state.say(observed)
         return None
 
-    def _begin_stream(self, state: EpisodeState, observed: Sequence[Message], shown: list[Message]) -> EndReason | None:
+    async def _cut_history(self, state: EpisodeState, messages: list[Message]) -> list[Message] | None:
+        """Return what the model goes on seeing of its stream's messages and the observation; None if that is all."""
+        shown = messages
+        if self.history:
+            problem_images = message_images(state.streams[0].messages[: state.num_prompt])
+            shown = self.history.shown(shown, state.stream.num_given, problem_images)
+        if state.env.edits_history:
+            shown = list(await state.env.edit_history(shown))
+        is_whole = len(shown) == len(messages) and all(map(is_same, shown, messages))
+        return None if is_whole else shown
+
+    def _begin_stream(self, state: EpisodeState, shown: list[Message]) -> EndReason | None:
         """Begin a stream whose prompt is what is shown of the conversation; return the end reason if it is too long."""
         room = self.engine.context_length
         if not self._may_fit(shown, room):
             return EndReason.CONTEXT_FULL
+        before = state.stream
+        own = [id(message) for message in before.messages[before.num_given :] if message["role"] == "assistant"]
         stream = Stream(shown, state.tools)
         stream.num_opening = len(shown)
-        # The opening is never cut, and what the assistant says after it are the model's own turns.
-        stream.num_given = state.streams[0].num_given
-        rendered = self.renderer.prompt(shown, state.tools, stream.num_given)
+        # Turns of the model stand in their order behind all that others wrote for it.
+        stream.num_given = next((place for place, message in enumerate(shown) if id(message) in own), len(shown))
+        rendered = self.renderer.prompt(stream.messages, state.tools, stream.num_given)
         if len(rendered.ids) >= room:
             return EndReason.CONTEXT_FULL
         stream.read(rendered)
         state.begin_stream(stream)
-        state.messages += observed
         return None
 
     def _may_fit(self, messages: Sequence[Message], room: int) -> bool:

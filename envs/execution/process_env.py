@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.contract import EnvFault, HostLost, checked_messages, plain, plain_dict, plain_fault
-from envs.env import Env, EnvArgs
+from envs.env import EditHistory, Env, EnvArgs
 from envs.errors import UserError
 from envs.spec import EnvSpec
 from envs.tool_calls import ToolCall, find_tool_calls
@@ -91,7 +91,7 @@ class ProcessEnv(Env):
         self._build = (spec, sample, args)
         self._pool = pool_of(spec)
         self._worker = self._pool.acquire()
-        self._is_built = self._is_closed = self._runs_tools = False
+        self._is_built = self._is_closed = self._runs_tools = self._edits_history = False
         self._observation: object = None  # the plain copy of the one that the worker keeps
         self._lock = threading.Lock()
         self._num_running = 0
@@ -120,6 +120,13 @@ class ProcessEnv(Env):
         """Format the observation."""
         is_kept = observation is self._observation
         return self._call("format_observation", *(() if is_kept else (observation,)))
+
+    @property
+    def edit_history(self) -> EditHistory | None:
+        """The environment's own `edit_history`, if it has one; known once it is built."""
+        if self._edits_history:
+            return functools.partial(self._call, "edit_history")
+        return None
 
     def reward(self, final_text: str) -> float:
         """Return the reward."""
@@ -162,7 +169,7 @@ class ProcessEnv(Env):
             self._num_running += 1
         try:
             if not self._is_built:
-                self._runs_tools = self._worker.call(_build, *self._build, sys.path)
+                self._runs_tools, self._edits_history = self._worker.call(_build, *self._build, sys.path)
                 self._is_built = True
             value = self._worker.call(_use, name, args)
         except WorkerError as error:
@@ -187,8 +194,10 @@ _state_before: tuple[object, ...] = ()
 _files_at_start = 0
 
 
-def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> bool:
-    """Build the environment; return whether its steps are made of tool calls, as those of a `ToolEnv`."""
+def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> tuple[bool, bool]:
+    """Build the environment; return whether its steps are made of tool calls, as those of a `ToolEnv`, and whether it
+    has an `edit_history`.
+    """
     global _env, _state_before, _files_at_start
     _set_path(path)
     _files_at_start = _files_at_start or num_files()
@@ -197,7 +206,8 @@ def _build(spec: EnvSpec, sample: Sample, args: EnvArgs, path: list[str]) -> boo
     _state_before = _process_state()
     _env = build(sample, args)
     inner = unwrapped(_env)
-    return isinstance(inner, Env) and type(inner).called_tools is not Env.called_tools
+    runs_tools = isinstance(inner, Env) and type(inner).called_tools is not Env.called_tools
+    return runs_tools, callable(getattr(_env, "edit_history", None))
 
 
 def _process_state() -> tuple[object, ...]:
@@ -222,7 +232,7 @@ def _use(name: str, args: Sequence[object]) -> Any:
             return checked_messages(value)
     except EnvFault as fault:  # as a value, because an exception arrives as text only
         return plain_fault(fault)
-    if not isinstance(value, tuple):
+    if not isinstance(value, tuple) or name == "edit_history":
         return plain(value)
     _observation = value[0] if value else None
     return tuple(plain_dict(part) if isinstance(part, dict) else plain(part) for part in value)

@@ -37,6 +37,7 @@ from envs.env import Env
 from envs.errors import shortened
 from envs.execution import watchdog
 from envs.execution.threads import CallTimeout, call_on_thread
+from envs.history import checked_history, with_numbers
 from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
 from envs.turn_rewards import EpisodeReward, reward_of_text
@@ -87,6 +88,8 @@ class EnvRunner:
         self.tools: Sequence[dict[str, Any]] = ()
         #: Whether the environment's steps are made of tool calls, as those of a `ToolEnv`; known once it is open.
         self.runs_tools = False
+        #: Whether the environment has an `edit_history`; known once it is open.
+        self.edits_history = False
         #: Duration of all calls so far, with the time spent waiting for a thread.
         self.seconds = 0.0
         self._slot = _Slot()
@@ -97,7 +100,7 @@ class EnvRunner:
         for attempt in range(self.limits.retries + 1):
             try:
                 opened = await self._call(self.limits.reset_timeout_s, self._open, self._slot)
-                self.tools, self.runs_tools, messages = opened
+                self.tools, self.runs_tools, self.edits_history, messages = opened
                 return messages
             except EnvFault:
                 if attempt == self.limits.retries:
@@ -152,6 +155,10 @@ class EnvRunner:
         of_text = await self._call(self.limits.step_timeout_s, self._reward, self._slot, self._said(final_text))
         return self._earned.total(of_text)
 
+    async def edit_history(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Return what the environment lets the model go on seeing of a conversation; images are the same objects."""
+        return await self._call(self.limits.step_timeout_s, self._edit_history, self._slot, messages)
+
     def _said(self, text: str) -> str:
         if self._thinking:
             return self._thinking.said(text)
@@ -167,15 +174,16 @@ class EnvRunner:
             return str(fault)
         return None
 
-    def _open(self, slot: _Slot) -> tuple[Sequence[dict[str, Any]], bool, tuple[Message, ...]]:
+    def _open(self, slot: _Slot) -> tuple[Sequence[dict[str, Any]], bool, bool, tuple[Message, ...]]:
         env = self._make_env()
         if not slot.fill(env):  # the caller gave up while this thread was building
             _close(slot)
-            return (), False, ()
+            return (), False, False, ()
         _check_methods(env)
         observation = _checked_reset(env.reset())
         messages = checked_opening(env.format_observation(observation)) if observation else ()
-        return checked_tools(env.tools), _called_tools(slot, "") is not None, messages
+        edits_history = callable(getattr(env, "edit_history", None))
+        return checked_tools(env.tools), _called_tools(slot, "") is not None, edits_history, messages
 
     @staticmethod
     def _step(slot: _Slot, response_text: str) -> tuple[tuple[Message, ...], bool, dict[str, Any]]:
@@ -186,6 +194,12 @@ class EnvRunner:
         observation, done, info = _checked_step(result)
         messages = checked_answer(env.format_observation(observation)) if observation else ()
         return messages, done, plain_dict(info)
+
+    @staticmethod
+    def _edit_history(slot: _Slot, messages: Sequence[Message]) -> tuple[Message, ...]:
+        env: Any = slot.env
+        numbered, _ = with_numbers(messages)
+        return checked_history(env.edit_history(numbered), messages)
 
     @staticmethod
     def _reward(slot: _Slot, final_text: str) -> float | None:

@@ -17,6 +17,7 @@ import pytest
 
 import trueturn as tt
 from agents.recording import Recording
+from envs.history import History
 from envs.registry import get_spec
 from tests.keywords import FILE, module
 from tests.paths import ROOT
@@ -118,6 +119,7 @@ ENTRY = {
     "memory_limit_gib": 1.5,
     "compat": None,
     "tools": "required",
+    "history": {"keep_images": 4},
 }
 
 
@@ -125,7 +127,8 @@ def test_an_environment_of_code_takes_every_key_of_a_registry_entry() -> None:
     assert ENTRY.keys() == ENTRY_KEYS
     env = tt.env(Adder, **ENTRY, isolation="process", max_turns=4)
     for name, value in ENTRY.items():
-        assert getattr(env.spec, name) == value or name == "dataset"
+        assert getattr(env.spec, name) == value or name in ("dataset", "history")
+    assert env.spec.history == History(keep_images=4)
     assert (env.spec.max_turns, env.spec.isolation, env.problems[0].label) == (4, "process", "5")
     assert get_spec("sums").version == "7"
 

@@ -169,6 +169,7 @@ def build_episode(
     def of_entry(entry: EnvSpec, turns: int) -> Episode:
         limits = Limits(turns, max_new_tokens, EnvLimits.of(entry))
         thinking = find_thinking(renderer.template, entry.thinking)
-        return Episode(engine, renderer, limits, sampling, use_tools, thinking, load_rewards(entry.reward), routes)
+        rewards = load_rewards(entry.reward)
+        return Episode(engine, renderer, limits, sampling, use_tools, thinking, rewards, routes, entry.history)
 
     return by_entry(spec, max_turns, of_entry)

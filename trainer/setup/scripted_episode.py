@@ -72,5 +72,5 @@ async def _played(spec: EnvSpec, build_env: BuildEnv, args: EnvArgs, renderer: R
 
     engine = ScriptedEngine(renderer.tokenizer, answer, context_length=10 * MAX_NEW_TOKENS)
     limits = Limits(min(2, args.max_turns), MAX_NEW_TOKENS, EnvLimits.of(spec), check_template_every=0)
-    episode = Episode(engine, renderer, limits, SamplingParams(stop_ids=renderer.stop_ids))
+    episode = Episode(engine, renderer, limits, SamplingParams(stop_ids=renderer.stop_ids), history=spec.history)
     return await episode.run(sample, lambda: build_env(sample, args), seed=0)
