@@ -20,11 +20,11 @@ from transformers import AutoModelForImageTextToText
 from agents.engines.hf import HFEngine
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
-from agents.rollout.history import History
 from agents.rollout.manager import rollout_groups
 from agents.types import EndReason, SamplingParams, TokenStream, Trajectory, TrajectoryGroup
 from envs.coins import CoinsEnv, samples
 from envs.env import EnvArgs
+from envs.history import History
 from tests.builders import fresh_model, sampling
 from tests.processes import run_ranks
 from tests.trainer.steps import Stepped, rank_main, relative, take_step
