@@ -126,11 +126,10 @@ def shared_prompt(first: TokenStream, stream: TokenStream, image_token_id: int) 
     for image, other in zip(first.images, stream.images, strict=False):
         if begin == len(placeholders):
             break
-        end = begin + image.num_tokens
-        # Other images may have the same placeholders, and a larger one begins with those of a smaller.
-        if image.digest != other.digest or end > len(placeholders):
+        # Another image may have as many placeholders, or its own begin with them.
+        if image.digest != other.digest:
             return int(placeholders[begin])
-        begin = end
+        begin += image.num_tokens
     return length
 
 
