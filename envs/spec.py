@@ -248,7 +248,7 @@ class EnvSpec(BaseModel):
         options = entry.get("options", {})
         if not isinstance(agent, str) or not agent.strip():
             raise ValueError(f"agent must be a command or module:NAME, got {agent!r}")
-        if others := {"entry_point", "mcp", *BRIDGES} & entry.keys():
+        if others := {"entry_point", "history", "mcp", *BRIDGES} & entry.keys():
             raise ValueError(f"agent must stand in place of {others.pop()}, got both")
         if entry.get("isolation") == "inline" or entry.get("workers") == "ray":
             raise ValueError("agent needs isolation: thread or process, on this host, got another")

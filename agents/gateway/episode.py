@@ -212,9 +212,6 @@ class EpisodeEndpoint:
             self._writing.cancel()
             await asyncio.wait([self._writing])
         streams = self.state.streams
-        # A conversation in which the model was stopped before its first turn teaches nothing.
-        if len(streams) > 1 and streams[-1].last_turn is None:
-            streams.pop()
         if streams[0].ids:
             self.state.num_prompt = streams[0].num_opening
 
