@@ -249,9 +249,13 @@ class Fuzz:
         gateway = await server._GATEWAYS[asyncio.get_running_loop()]
         told: list[list[Any]] = []
         for _ in range(REQUESTS_PER_EPISODE):
-            kind, messages = conversation(rng, told, problem)
-            asked = {"model": "policy", "messages": messages, "tools": [TOOL], **rng.choice(FIELDS)}
-            path, body = in_dialect(rng, asked)
+            fields = {"model": "policy", "tools": [TOOL], **rng.choice(FIELDS)}
+            try:
+                kind, messages = conversation(rng, told, problem)
+                path, body = in_dialect(rng, {**fields, "messages": messages})
+            except (AttributeError, KeyError, TypeError):  # a mutated history that was answered, and goes on nowhere
+                told.clear()
+                continue
             kind = kind if path == CHAT else path.removeprefix("/v1/")
             data = json.dumps(body).encode()
             used = key
