@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -17,8 +21,9 @@ from agents.engines.hf import HFEngine
 from agents.model.policy import PolicyModel
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import ABORT
-from agents.types import EndReason, Trajectory
-from tests.agents.gateway.playing import TOOL, Ask, as_part, loop_of, play, post, said
+from agents.types import Completion, EndReason, GenerateRequest, Trajectory
+from envs.config.plugins import give
+from tests.agents.gateway.playing import TOOL, Ask, NotingEngine, as_part, loop_of, play, post, said, script
 from tests.prompts import make_image, sample
 
 CALL = 'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
@@ -373,3 +378,72 @@ def test_an_agent_that_does_not_ask_holds_no_other_up_for_longer_than_the_engine
     slow, quick = asyncio.run(both())
     assert slow.end_reason is quick.end_reason is EndReason.COMPLETED
     assert ends == sorted(ends) and ends[1] - ends[0] > 1
+
+
+def test_an_agent_that_hangs_up_goes_on_and_nobody_is_answered_after_the_end(renderer: Renderer) -> None:
+    addresses: list[tuple[str, str]] = []
+
+    def agent(task: dict[str, Any], base_url: str, api_key: str) -> str:
+        addresses.append((base_url, api_key))
+        body = json.dumps({"messages": task["messages"]}).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {api_key}\r\nContent-Length: {len(body)}\r\n"
+        )
+        whole = f"{head}\r\n".encode() + body
+        for sent in (b"\xff\x00garbage\r\n\r\n", whole[:40], whole[:-9], whole):
+            with socket.create_connection(("127.0.0.1", urlsplit(base_url).port or 0)) as connection:
+                connection.sendall(sent)
+        return said(post(base_url, api_key, {"messages": task["messages"]}))["content"]
+
+    async def play_and_ask_again() -> tuple[Trajectory, int]:
+        loop, build, task = loop_of(renderer, give(agent), "one", "two")
+        trajectory = await loop.run(task, build, seed=7)
+        status, _ = await asyncio.to_thread(post, *addresses[0], {"messages": task.prompt[0]["content"][0]})
+        return trajectory, status
+
+    t, status = asyncio.run(play_and_ask_again())
+    assert (t.end_reason, t.error, status) == (EndReason.COMPLETED, None, 401)
+    # The request that was whole was answered, although nobody waited.
+    assert written(t, renderer) in ([["one"], ["two"]], [["one"]])
+
+
+class BreakingEngine(NotingEngine):
+    """Breaks in its second turn: it raises, is aborted, or leaves a log-prob out."""
+
+    def __init__(self, *args: Any, how: str) -> None:
+        super().__init__(*args)
+        self.how = how
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        completion = await super().generate(request)
+        if len(self.noted) < 2:
+            return completion
+        if self.how == "raise":
+            raise RuntimeError("the server is gone")
+        if self.how == "abort":
+            return replace(completion, ids=(), logprobs=(), versions=(), finish="abort")
+        return replace(completion, logprobs=completion.logprobs[1:])
+
+
+@pytest.mark.parametrize(("how", "reason"), [("abort", EndReason.ABORTED), ("logprob", EndReason.INVALID_STREAM)])
+def test_a_turn_that_breaks_ends_the_episode_and_its_agent(renderer: Renderer, how: str, reason: EndReason) -> None:
+    codes = []
+
+    def agent(task: dict[str, Any], ask: Ask) -> None:
+        said(ask(task["messages"]))
+        codes.append(ask(task["messages"])[1]["error"]["code"])
+        time.sleep(30)
+
+    begun = time.monotonic()
+    t = play(renderer, agent, engine=BreakingEngine(renderer.tokenizer, script("one"), how=how))
+    assert (t.end_reason, len(t.turns), codes) == (reason, 2, ["episode_ended"]), t.error
+    assert time.monotonic() - begun < 20
+
+
+def test_what_an_engine_raises_reaches_the_run(renderer: Renderer) -> None:
+    def agent(task: dict[str, Any], ask: Ask) -> None:
+        ask(task["messages"])
+        ask(task["messages"])
+
+    with pytest.raises(RuntimeError, match="the server is gone"):
+        play(renderer, agent, engine=BreakingEngine(renderer.tokenizer, script("one"), how="raise"))
