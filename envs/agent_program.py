@@ -148,8 +148,9 @@ class AgentProgram(Env):
             image = str(self.args.options["image"])
             return [*run, f"--volume={here}:{here}", f"--workdir={here}", *memory, *variables, image]
         if gib:
-            # By the shell: code of ours between fork and exec could stop at a lock of another thread.
-            return ["/bin/sh", "-c", 'ulimit -v "$0" && exec "$@"', str(int(gib * 2**20))]
+            # By the shell: code of ours between fork and exec could stop at a lock of another thread. As for isolated
+            # environments, what is only reserved does not count: JavaScript reserves more than there is.
+            return ["/bin/sh", "-c", 'ulimit -d "$0" && exec "$@"', str(int(gib * 2**20))]
         return []
 
 

@@ -447,3 +447,21 @@ def test_what_an_engine_raises_reaches_the_run(renderer: Renderer) -> None:
 
     with pytest.raises(RuntimeError, match="the server is gone"):
         play(renderer, agent, engine=BreakingEngine(renderer.tokenizer, script("one"), how="raise"))
+
+
+def test_a_sandbox_runs_the_command_in_a_container_that_is_removed_at_the_end(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A stand-in: it notes its arguments, and runs what stands behind the image.
+    podman = tmp_path / "podman"
+    skip = "while [ $# -gt 0 ] && [ $1 != box ]; do shift; done\nshift"
+    podman.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n{skip}\nexec "$@"\n')
+    podman.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    agent = command(tmp_path, f"{ASK}\nprint(ask(task['messages'])['content'])")
+    t = play(renderer, agent, "5", sandbox="podman", options={"image": "box"}, memory_limit_gib=1)
+    assert (t.end_reason, t.reward, t.error) == (EndReason.COMPLETED, 1.0, None)
+    run, removal = (tmp_path / "calls").read_text().splitlines()
+    assert run.startswith("run --rm --interactive --network=host --name=trueturn-")
+    assert "--memory=1073741824" in run and "--env=OPENAI_API_KEY" in run and run.endswith(f"box {agent}")
+    assert removal.startswith("rm --force trueturn-")
