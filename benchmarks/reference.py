@@ -3,9 +3,11 @@
 EasyR1 0.3.2 (assets/baselines.md) trained Qwen2.5-VL on Geometry3K, one turn, 512 problems with 5 samples a step,
 prompts and responses of up to 2,048 tokens each, an update every 128 problems, KL to the reference, offload on. It
 gives tokens a second a GPU, prompts and responses of a whole step counted. From those, the seconds and the GPUs follows
-the mean length of a sample; here every sample has it: its prompt has an image of 512 x 512 pixels, the least that
-EasyR1 gives a network, and its response takes what is left. Each step is one of the public command: rollout, training,
-push.
+the mean length of a sample; here every sample has it: its prompt has an image of 504 x 504 pixels, and its response
+takes what is left. EasyR1 scales smaller images to 512 x 512 pixels, which the network's processor rounds to that: 324
+tokens. Each step is one of the public command: rollout, training, push. MFU counts operations as EasyR1 does
+(verl/utils/flops_counter.py), but over all seconds of training, log-probs of the reference among them; EasyR1 takes
+those of the actor's update alone.
 
     python -m benchmarks.reference --shape qwen2.5-vl-3b --tokenizer FOLDER -- --engine sglang --num-gpus 4 ...
 
@@ -39,10 +41,10 @@ from agents.types import Trajectory
 from benchmarks.learner_tools import NOMINAL
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from benchmarks.training_run import train
-from trainer.planning.shape import decoder_weights, triangle, vision_flops
+from trainer.planning.shape import decoder_weights
 
 #: Pixels of a side of every image, and words of every problem.
-SIDE = 512
+SIDE = 504
 WORDS = 40
 GROUP = 5
 ENTRY = "envs.geo3k.env:Geo3kSingleEnv"
@@ -188,19 +190,15 @@ def write_problems(folder: Path, number: int) -> Path:
     return path
 
 
-def needed_flops(config: Any, prompt: int, response: int) -> int:
-    """Return the operations of a training step a sample, its prompt counted whole, as EasyR1 counts."""
+def published_flops(config: Any, length: int) -> int:
+    """Return the operations of a training step a sample as EasyR1 counts them.
+
+    Both embeddings and every pair of tokens are counted, though neither is needed; the vision tower is not.
+    """
     text = config.text_config
-    length = prompt + response
-    width = text.hidden_size // text.num_attention_heads
-    side = SIDE // 28 * 2
-    vision = sum(vision_flops(config.vision_config, [(1, side, side)]))
-    forward = (
-        2 * decoder_weights(text) * length
-        + 4 * triangle(length) * text.num_attention_heads * width * text.num_hidden_layers
-        + 2 * response * text.hidden_size * text.vocab_size
-    )
-    return TRAINING_FACTOR * (forward + vision)
+    weights = decoder_weights(text) + 2 * text.vocab_size * text.hidden_size
+    attention = 2 * length**2 * text.hidden_size * text.num_hidden_layers
+    return 2 * TRAINING_FACTOR * (weights * length + attention)
 
 
 def speed(args: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -224,7 +222,7 @@ def speed(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     means = {name: fmean(row[name] for row in later if name in row) for name in SHOWN if name in later[0]}
     tokens = num_samples * (prompt + response)
     num_gpus = max(1, args.gpus)
-    operations = num_samples * needed_flops(config, prompt, response)
+    operations = num_samples * published_flops(config, prompt + response)
     return {
         "prompt_tokens": prompt,
         "response_tokens": response,
