@@ -236,8 +236,9 @@ def speed(args: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def with_step_s(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a step with its whole time, which the samples a second of the log are taken from."""
-    return {**row, "step_s": row["rollout_s"] + row["train_s"] + row.get("sync_s", 0.0)}
+    """Return the metrics of a step with its whole time, of which rollout, training and push are parts."""
+    # What lies between them counts too: a server on the same GPU frees its memory, rewards become advantages.
+    return {**row, "step_s": row["rollout_s"] / row["idle/learner_time_frac"]}
 
 
 def by_step(args: argparse.Namespace, work: Path) -> list[dict[str, float]]:

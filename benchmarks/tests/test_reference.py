@@ -33,6 +33,6 @@ def test_both_forms_train_whole_steps(chosen: list[str], tmp_path: Path, monkeyp
     result = json.loads(out.read_text())
     for row in result["rows"]:
         assert row["token_mult_prob_error"] >= 1.0
-        assert row["step_s"] >= row["rollout_s"] + row["train_s"]
+        assert row["step_s"] >= row["rollout_s"] + row["train_s"] + row["sync_s"]
     if "samples" in result:
         assert result["written_tokens"] == result["response_tokens"]
