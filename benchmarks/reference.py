@@ -222,8 +222,13 @@ def speed(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     means = {name: fmean(row[name] for row in later if name in row) for name in SHOWN if name in later[0]}
     tokens = num_samples * (prompt + response)
     num_gpus = max(1, args.gpus)
+    import torch
+
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     operations = num_samples * published_flops(config, prompt + response)
     return {
+        "gpu": card,
+        "num_gpus": num_gpus,
         "prompt_tokens": prompt,
         "response_tokens": response,
         "written_tokens": fmean(row["num_tokens"] for row in later) / num_samples,
