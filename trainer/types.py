@@ -177,7 +177,7 @@ class StepStats:
     - `num_skipped`: updates that were skipped because their loss or gradient was not finite.
     - `rollout_train_kl`: the k3 estimate, mean(rho - 1 - log rho) with log rho = trainer - rollout log-prob, under the
       weights that the step starts from. `kl_by_turn[k - 1]` is the same over the tokens of turn k alone.
-    - `logprob_gap_*`: of |trainer - rollout| log-probs.
+    - `logprob_gap_*`: of |trainer - rollout| log-probs. `token_mult_prob_error`: the mean of exp of it.
     - `entropy`: nats per token.
     - `memory`: GiB that tensors take on the GPU of the rank with the most: `learner_peak_gib` in the step,
       `learner_kept_gib` after it.
@@ -200,6 +200,7 @@ class StepStats:
     logprob_gap_mean: float
     logprob_gap_p99: float
     logprob_gap_max: float
+    token_mult_prob_error: float
     entropy: float
     objective: Mapping[str, float]
     memory: Mapping[str, float] = field(default_factory=dict, compare=False)

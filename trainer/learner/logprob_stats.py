@@ -28,7 +28,8 @@ class LogprobStats:
     """Statistics of d = trainer - rollout log-prob over model tokens.
 
     `kl` is the mean of the k3 estimate over all of them and `kl_by_turn[k - 1]` over those of turn k alone, 0 where
-    there are none. `mean`, `p99` and `max` describe |d|.
+    there are none. `mean`, `p99` and `max` describe |d|. `mult_prob_error` is the mean of exp(|d|): by which factor the
+    probabilities differ, 1 if they do not (`token_mult_prob_error` of NeMo-RL, docs/guides/grpo.md).
     """
 
     num_tokens: int
@@ -37,6 +38,7 @@ class LogprobStats:
     mean: float
     p99: float
     max: float
+    mult_prob_error: float
 
 
 class LogprobSums:
@@ -55,7 +57,7 @@ class LogprobSums:
         self._kl_K = torch.zeros(num_turns, dtype=torch.float64, device=device)
         self._tokens_K = torch.zeros(num_turns, dtype=torch.float64, device=device)
         self._histogram_H = torch.zeros(NUM_BINS, dtype=torch.float64, device=device)
-        self._kl_gap_2 = torch.zeros(2, dtype=torch.float64, device=device)
+        self._totals_3 = torch.zeros(3, dtype=torch.float64, device=device)
         self._largest = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, logprobs_N: Tensor, rollout_logprobs_N: Tensor, turns_N: Tensor) -> None:
@@ -65,7 +67,7 @@ class LogprobSums:
             return
         kl_N = k3_kl(logprobs_N, rollout_logprobs_N)
         gap_N = (logprobs_N - rollout_logprobs_N).abs().double()
-        self._kl_gap_2 += torch.stack([kl_N.sum(), gap_N.sum()])
+        self._totals_3 += torch.stack([kl_N.sum(), gap_N.sum(), gap_N.exp().sum()])
         self._largest = torch.maximum(self._largest, gap_N.nan_to_num(nan=math.inf).max())
         self._kl_K.index_add_(0, turns_N - 1, kl_N)
         self._tokens_K.index_add_(0, turns_N - 1, torch.ones_like(kl_N))
@@ -77,7 +79,7 @@ class LogprobSums:
     @property
     def sums(self) -> list[float]:
         """The values that are added up over ranks."""
-        return torch.cat([self._kl_gap_2, self._kl_K, self._tokens_K, self._histogram_H]).tolist()
+        return torch.cat([self._totals_3, self._kl_K, self._tokens_K, self._histogram_H]).tolist()
 
     @property
     def largest(self) -> float:
@@ -86,7 +88,7 @@ class LogprobSums:
 
     def stats(self, sums: Sequence[float], largest: float) -> LogprobStats:
         """Return the statistics over all ranks, from the sum of their `sums` and the maximum of their `largest`."""
-        (kl, gap), rest = sums[:2], sums[2:]
+        kl, gap, factor, *rest = sums
         num_turns = len(self._kl_K)
         kl_K = rest[:num_turns]
         tokens_K = rest[num_turns : 2 * num_turns]
@@ -100,6 +102,7 @@ class LogprobSums:
             # The upper edge of a bin may lie above the largest value.
             p99=min(largest, quantile(histogram_H, 0.99)),
             max=largest,
+            mult_prob_error=factor / count if count else 1.0,
         )
 
 

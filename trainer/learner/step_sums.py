@@ -109,6 +109,7 @@ class StepSums:
             logprob_gap_mean=gap.mean,
             logprob_gap_p99=gap.p99,
             logprob_gap_max=gap.max,
+            token_mult_prob_error=gap.mult_prob_error,
             entropy=entropy / max(1, gap.num_tokens),
             objective={name: value / max(1.0, seen) for name, value in zip(names, rest, strict=False)},
             logprobs=_by_key(self.logprobs),

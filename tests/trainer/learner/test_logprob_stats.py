@@ -37,10 +37,11 @@ def test_figures_of_four_tokens_in_two_turns() -> None:
     assert stats.kl == pytest.approx(sum(k3) / 4)
     assert stats.kl_by_turn == pytest.approx((sum(k3[:2]) / 2, sum(k3[2:]) / 2, 0.0))
     assert (stats.mean, stats.max) == pytest.approx((0.2, 0.5))
+    assert stats.mult_prob_error == pytest.approx((1 + math.exp(0.2) + math.exp(0.5) + math.exp(0.1)) / 4)
 
 
 def test_no_tokens_have_no_gap() -> None:
-    assert alone(counted([], num_turns=1)) == LogprobStats(0, 0.0, (0.0,), 0.0, 0.0, 0.0)
+    assert alone(counted([], num_turns=1)) == LogprobStats(0, 0.0, (0.0,), 0.0, 0.0, 0.0, 1.0)
 
 
 @given(rows=pairs)
@@ -52,6 +53,7 @@ def test_ranks_add_up_to_what_one_rank_would_have_seen(rows: list[tuple[float, f
     assert together.kl_by_turn == pytest.approx(whole.kl_by_turn, abs=1e-12)
     assert (together.num_tokens, together.p99, together.max) == (whole.num_tokens, whole.p99, whole.max)
     assert (together.kl, together.mean) == pytest.approx((whole.kl, whole.mean), abs=1e-12)
+    assert together.mult_prob_error == pytest.approx(whole.mult_prob_error)
 
 
 @pytest.mark.parametrize("spread", [1e-6, 0.01, 1.0])

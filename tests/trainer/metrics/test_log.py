@@ -142,13 +142,14 @@ def test_staleness_is_counted_in_versions_over_the_tokens_trained_on() -> None:
 
 def test_statistics_of_the_step_are_in_the_row_turn_by_turn(tmp_path: Path) -> None:
     stats = StepStats(
-        0.1, 0.2, 0.3, 4, 2, 0, 0.5, (0.6, 0.7), 0.8, 0.9, 1.0, 1.1, {"clip_frac": 0.25}, {"learner_peak_gib": 3}
+        0.1, 0.2, 0.3, 4, 2, 0, 0.5, (0.6, 0.7), 0.8, 0.9, 1.0, 1.05, 1.1, {"clip_frac": 0.25}, {"learner_peak_gib": 3}
     )
     log = MetricsLog(tmp_path, {})
     row = log.write(1, {"reward": 1.0}, stats)
     log.close()
     assert (row["rollout_train_kl"], row["rollout_train_kl/turn_1"], row["rollout_train_kl/turn_2"]) == (0.5, 0.6, 0.7)
     assert (row["logprob_gap_p99"], row["num_tokens"], row["clip_frac"]) == (0.9, 4, 0.25)
+    assert (row["token_mult_prob_error"], row["entropy"]) == (1.05, 1.1)
     assert row["memory/learner_peak_gib"] == 3
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == row
 

@@ -434,7 +434,7 @@ def test_what_the_learner_keeps_must_fit_beside_servers_that_free_their_memory_w
 
 
 def stats(kl: float, mean: float, num_tokens: int = 10) -> StepStats:
-    return StepStats(0.0, 0.0, 0.0, num_tokens, 0, 0, kl, (kl,), mean, mean, mean, 1.0, {})
+    return StepStats(0.0, 0.0, 0.0, num_tokens, 0, 0, kl, (kl,), mean, mean, mean, 1.0, 1.0, {})
 
 
 @pytest.mark.parametrize(
