@@ -8,7 +8,7 @@ Prints a table, and writes `benchmarks/results/peers.json`. Seconds, tokens and 
 the end of the first step and that of the last. The GPU is idle while no kernel runs, by nvidia-smi; its peak memory
 counts all processes. KL is that of rollout against training; TRL does not compute it where Transformers generates.
 
-    python -m benchmarks.peers --peers ours trl --device cpu --shape starter --problems 4 --group 4 --text 40 --text-only
+    python -m benchmarks.peers --peers ours trl --device cpu --shape starter --problems 4 --text 40 --text-only
 """
 
 from __future__ import annotations

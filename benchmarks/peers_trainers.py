@@ -145,6 +145,8 @@ def trl(folder: Path, task: Task) -> None:
     network = AutoModelForImageTextToText.from_pretrained(
         folder / "model", dtype="bfloat16" if on_gpu else "float32", attn_implementation="sdpa"
     )
+    # TRL looks for it there where the processor is a tokenizer.
+    network.config.max_position_embeddings = network.config.text_config.max_position_embeddings
     images = prompt_images(task)
     columns: dict[str, list[Any]] = {
         "prompt": [[{"role": "user", "content": question(number)}] for number in range(len(images))]

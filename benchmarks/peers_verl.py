@@ -1,8 +1,8 @@
 """verl's part of `benchmarks.peers`: its agent loop with a function tool, SGLang and FSDP on one GPU.
 
-In: the folder with the task and the model. Out: `steps.jsonl` there, a line as verl logs a step. Weights and moments are
-float32 and it computes in bfloat16, as ours. Attention is PyTorch's over padded rows: FlashAttention 2, with which verl
-packs rows, is no part of SGLang's environment.
+In: the folder with the task and the model. Out: `steps.jsonl` there, a line as verl logs a step. Weights and moments
+are float32 and it computes in bfloat16, as ours. Attention is PyTorch's over padded rows: FlashAttention 2, with which
+verl packs rows, is no part of SGLang's environment.
 """
 
 from __future__ import annotations
