@@ -30,9 +30,26 @@ SUCCESSOR_LOGIT = 30.0
 CALL = '{"name": "look", "arguments": {}}'
 STEPS, TASK = "steps.jsonl", "task.json"
 #: The packages of a peer that do not come with torch, Transformers or, for verl, SGLang; its own is the first.
+HUB = ("datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19", "xxhash==4.1.0")
 PINS = {
-    "trl": ("trl==1.16.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19", "xxhash==4.1.0"),
-    "verl": ("verl==0.9.1",),
+    "trl": ("trl==1.16.0", *HUB),
+    "verl": (
+        "verl==0.9.1",
+        "ray==2.60.0",
+        "tensordict==0.10.0",
+        "pyvers==0.2.3",
+        "TransferQueue==0.1.11",
+        "hydra-core==1.3.2",
+        "omegaconf==2.3.0",
+        "antlr4-python3-runtime==4.9.3",
+        "torchdata==0.11.0",
+        "codetiming==1.4.0",
+        "pylatexenc==2.11",
+        "peft==0.21.2",
+        "qwen-vl-utils==0.0.14",
+        "cachetools==8.0.2",
+        *HUB,
+    ),
 }
 #: Peers that use the SGLang of ours.
 WITH_SGLANG = ("verl",)

@@ -94,6 +94,11 @@ def overrides(folder: Path, task: Task) -> dict[str, Any]:
         f"+{rollout}.engine_kwargs.sglang.sampling_backend": "pytorch",
         f"+{rollout}.engine_kwargs.sglang.grammar_backend": "none",
         f"+{rollout}.engine_kwargs.sglang.cuda_graph_max_bs": 128,
+        # Ray counts its actors as a core each, however little they do.
+        "ray_kwargs.ray_init.num_cpus": 64,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        # The probabilities of the rollout are the old ones, so that no pass recomputes them; ours does so too.
+        "algorithm.rollout_correction.bypass_mode": True,
         "reward.custom_reward_function.path": plugin,
         "reward.num_workers": 2,
         "trainer.logger": "[console,file]",
@@ -123,9 +128,11 @@ def main() -> None:
             row = json.loads(metrics.read_text().splitlines()[seen])["data"]
             seen += 1
             tokens = row["perf/total_num_tokens"]
-            figures = {"kl": row["rollout_corr/kl"]} if "rollout_corr/kl" in row else {}
+            # Of the old log-probs, which are the rollout's, against those of the update.
+            kl = {"kl": abs(row["actor/ppo_kl"])} if "actor/ppo_kl" in row else {}
+            # What the tool said is a part of verl's response: two images and what frames them.
             written = row.get("response_length/mean", 0.0) * task.samples
-            steps.end(written, tokens, **figures)
+            steps.end(written, tokens, **kl)
     sys.exit(process.returncode)
 
 
