@@ -196,7 +196,9 @@ def main() -> None:
     parser.add_argument("--text-only", action="store_true", help="no images, which TRL wants torchvision for")
     parser.add_argument("--limit-s", type=float, default=300, help="seconds of each trainer")
     parser.add_argument("--sites", type=Path, default=Path.home() / ".cache" / "trueturn-peers")
-    parser.add_argument("--work", type=Path, help="folder that keeps the model and the logs")
+    parser.add_argument(
+        "--work", type=Path, help="folder that keeps model, logs and rows; a trainer whose row it has is not run"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "peers.json")
     args = parser.parse_args()
     at = commit()
@@ -207,13 +209,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="peers-") as temporary:
         folder = (args.work or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        task.write(folder)
         if not (folder / "model").exists():
+            task.write(folder)
             failed = run("model", MODULES["ours"], folder, search_path("ours", args.sites), args.limit_s)
             if failed:
                 raise SystemExit(f"the model could not be written: {failed}")
+        if Task.read(folder) != task:
+            raise SystemExit(f"--work: {folder} holds another task; give an empty folder")
         for peer in args.peers:
-            rows[peer] = measure(peer, task, folder, args.sites.absolute(), args.limit_s)
+            kept = folder / f"{peer}.json"
+            if kept.exists():
+                rows[peer] = json.loads(kept.read_text())
+            else:
+                rows[peer] = measure(peer, task, folder, args.sites.absolute(), args.limit_s)
+            if not rows[peer]["ended"]:
+                kept.write_text(json.dumps(rows[peer]))
             print(table(rows), flush=True)
             # After each: the machine may not be there for the next.
             command = " ".join(["python -m benchmarks.peers", *sys.argv[1:]])

@@ -57,7 +57,7 @@ WITH_SGLANG = ("verl",)
 
 @dataclass(frozen=True)
 class Task:
-    """What every trainer plays; `batch` is how many samples TRL and verl compute at once. Kept in `task.json`."""
+    """What every trainer plays; `batch` is how many samples TRL trains on at once, verl half of it. Kept in `task.json`."""
 
     device: str = "cuda"
     shape: str = "2b"
