@@ -63,8 +63,9 @@ class Gpu:
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            used, memory = line.split(",")
-            self.samples.append((time.time(), float(used), float(memory) / 1024))
+            with suppress(ValueError):  # a card that does not tell
+                used, memory = map(float, line.split(","))
+                self.samples.append((time.time(), used, memory / 1024))
 
     def figures(self, begun: float, ended: float) -> Row:
         """Return the share of a time in which no kernel ran, and the peak of all memory."""

@@ -57,7 +57,7 @@ WITH_SGLANG = ("verl",)
 
 @dataclass(frozen=True)
 class Task:
-    """What every trainer plays; `batch` is how many samples TRL trains on at once, verl half of it. Kept in `task.json`."""
+    """What every trainer plays, kept in `task.json`. TRL trains on `batch` samples at once, verl on half as many."""
 
     device: str = "cuda"
     shape: str = "2b"
@@ -151,8 +151,8 @@ def chain(tokenizer: Any, length: int) -> dict[int, list[int]]:
 def write_model(folder: Path, task: Task) -> None:
     """Write the network, with the starter's tokenizer and chat template."""
     import torch
+    from tokenizers import AddedToken
     from transformers import AutoTokenizer
-    from transformers.tokenization_utils_base import AddedToken
 
     from agents.model import STARTER_PATH
     from agents.model.policy import PolicyModel
