@@ -93,7 +93,7 @@ def overrides(folder: Path, task: Task) -> dict[str, Any]:
         f"+{rollout}.engine_kwargs.sglang.mm_attention_backend": "sdpa",
         f"+{rollout}.engine_kwargs.sglang.sampling_backend": "pytorch",
         f"+{rollout}.engine_kwargs.sglang.grammar_backend": "none",
-        f"+{rollout}.engine_kwargs.sglang.cuda_graph_max_bs": 128,
+        f"+{rollout}.engine_kwargs.sglang.cuda_graph_max_bs_decode": 128,
         # Ray counts its actors as a core each, however little they do.
         "ray_kwargs.ray_init.num_cpus": 64,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
