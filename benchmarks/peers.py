@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--problems", type=int, default=16, help="problems a step")
     parser.add_argument("--group", type=int, default=8, help="samples a problem")
-    parser.add_argument("--text", type=int, default=170, help="tokens of a turn's text, at most")
+    parser.add_argument("--text", type=int, default=170, help="tokens of a turn's text; at most 380, for want of words")
     parser.add_argument("--batch", type=int, default=8, help="samples that TRL trains on at once")
     parser.add_argument("--text-only", action="store_true", help="no images, which TRL wants torchvision for")
     parser.add_argument("--limit-s", type=float, default=300, help="seconds of each trainer")
