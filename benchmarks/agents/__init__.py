@@ -1,0 +1,1 @@
+"""Agents whose loops nobody here wrote, as environments."""

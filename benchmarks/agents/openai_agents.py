@@ -1,0 +1,50 @@
+"""An agent of openai-agents, which has a loop of its own: looks at parts of a diagram, then answers."""
+
+import base64
+import io
+import json
+import sys
+
+from openai import AsyncOpenAI
+from PIL import Image
+
+from agents import Agent, OpenAIChatCompletionsModel, Runner, ToolOutputImage, function_tool, set_tracing_disabled
+
+set_tracing_disabled(True)
+task = json.loads(sys.stdin.readline())
+system = next((message["content"] for message in task["messages"] if message["role"] == "system"), None)
+given = [part for message in task["messages"] if isinstance(message["content"], list) for part in message["content"]]
+content = [
+    {"type": "input_text", "text": part["text"]}
+    if part["type"] == "text"
+    else {"type": "input_image", "image_url": part["image_url"]["url"], "detail": "auto"}
+    for part in given
+]
+link = next(part["image_url"]["url"] for part in given if part["type"] == "image_url")
+image = Image.open(io.BytesIO(base64.b64decode(link.partition(",")[2])))
+
+
+@function_tool
+def zoom(left: int, top: int, right: int, bottom: int) -> ToolOutputImage:
+    """Show a part of the picture enlarged.
+
+    Args:
+        left: left edge, in thousandths of the width
+        top: upper edge, in thousandths of the height
+        right: right edge, in thousandths of the width
+        bottom: lower edge, in thousandths of the height
+    """
+    width, height = image.size
+    box = (left * width // 1000, top * height // 1000, right * width // 1000, bottom * height // 1000)
+    file = io.BytesIO()
+    image.crop(box).resize(image.size).save(file, "PNG")
+    return ToolOutputImage(image_url=f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+
+
+agent = Agent(
+    name="reader",
+    instructions=system,
+    tools=[zoom],
+    model=OpenAIChatCompletionsModel(model="policy", openai_client=AsyncOpenAI()),
+)
+print(Runner.run_sync(agent, [{"role": "user", "content": content}], max_turns=4).final_output)
