@@ -20,6 +20,7 @@ from agents.recording.recorder import _written
 from agents.rendering.renderer import Renderer
 from agents.types import TokenStream
 from envs.errors import UserError
+from envs.types import message_images
 from tests.recordings import lines_of
 from tests.windowed import windowed_episode, windowed_recording
 
@@ -33,6 +34,13 @@ def test_the_script_cuts_its_history_twice(renderer: Renderer) -> None:
     t, _ = windowed_episode(renderer)
     assert (t.end_reason.value, t.error, t.reward) == ("completed", None, 1.0)
     assert [turn.stream for turn in t.turns] == [0, 0, 1, 2]
+
+
+def test_the_conversation_of_cut_streams_is_whole_and_in_the_order_of_play(renderer: Renderer) -> None:
+    t, _ = windowed_episode(renderer)
+    assert [message["role"] for message in t.conversation] == ["user", *["assistant", "tool"] * 3, "assistant"]
+    assert len(message_images(t.conversation)) == 4
+    assert replace(t, later=()).conversation is t.messages
 
 
 def same_stream(one: TokenStream, other: TokenStream) -> bool:
