@@ -17,7 +17,9 @@ Legend: T tokens of one stream, N those of them that the model wrote, R those of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -179,16 +181,17 @@ class EpisodeRecord(StreamBase):
     def streams_of(self, turns: Sequence[Turn], said: Sequence[Mapping[str, Any]]) -> tuple[TokenStream, ...]:
         """Return all token streams, made of these turns and messages; the images have no pixels."""
         num_opening = len(self.opening)
-        own = [[turn for turn in turns if turn.stream == number] for number in range(1 + len(self.later))]
+        own = defaultdict[int, list[Turn]](list)
+        for turn in turns:
+            own[turn.stream].append(turn)
         messages = said[: len(self.messages)]
         first = self.token_stream(self.ids_T, self.mask_T, own[0], messages, num_opening, num_opening)
-        later = (stream.of_turns(turns, said) for stream, turns in zip(self.later, own[1:], strict=True))
-        return (first, *later)
+        return (first, *(stream.of_turns(own[number], said) for number, stream in enumerate(self.later, 1)))
 
     @property
     def all_logprobs(self) -> tuple[float | None, ...]:
         """The engine's log-probs of all model tokens, stream after stream, as in `ScoreRecord`."""
-        return sum((stream.logprobs for stream in self.later), self.logprobs)
+        return tuple(chain(self.logprobs, *(stream.logprobs for stream in self.later)))
 
     @property
     def num_tokens(self) -> int:
