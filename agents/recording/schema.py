@@ -23,7 +23,6 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, ValidationError, field_validator
 
 from agents.recording.stream_schema import (
@@ -185,7 +184,9 @@ class EpisodeRecord(StreamBase):
         for turn in turns:
             own[turn.stream].append(turn)
         messages = said[: len(self.messages)]
-        first = self.token_stream(self.ids_T, self.mask_T, own[0], messages, num_opening, num_opening)
+        ids_T = np.array(self.ids, dtype=np.int64)
+        mask_T = np.frombuffer(bytearray(self.mask), dtype=np.bool_)
+        first = self.token_stream(ids_T, mask_T, own[0], messages, num_opening, num_opening)
         return (first, *(stream.of_turns(own[number], said) for number, stream in enumerate(self.later, 1)))
 
     @property
@@ -204,21 +205,6 @@ class EpisodeRecord(StreamBase):
     def num_model_tokens(self) -> int:
         """Tokens that the model wrote."""
         return sum(turn.num_tokens for turn in self.turns)
-
-    @property
-    def ids_T(self) -> NDArray[np.int64]:
-        """The token ids as an array."""
-        return np.array(self.ids, dtype=np.int64)
-
-    @property
-    def mask_T(self) -> NDArray[np.bool_]:
-        """The mask as an array."""
-        return np.frombuffer(bytearray(self.mask), dtype=np.bool_)
-
-    @property
-    def logprobs_T(self) -> NDArray[np.float32]:
-        """The engine's log-prob of every token: 0 where the model did not write, NaN where the engine gave none."""
-        return self.spread(self.mask_T)
 
 
 class OutcomeRecord(Record):

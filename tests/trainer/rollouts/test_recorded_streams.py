@@ -40,7 +40,7 @@ def checked(recording: Recording, renderer: Renderer, episode: EpisodeRecord) ->
 
 def _ids(change: Callable[[np.ndarray], object]) -> Callable[[EpisodeRecord], dict[str, Any]]:
     def update(episode: EpisodeRecord) -> dict[str, Any]:
-        ids_T = episode.later[1].ids_T.astype("<i4")
+        ids_T = episode.streams[2].ids_T.astype("<i4")
         change(ids_T)
         return {"ids": ids_T.tobytes()}
 
