@@ -107,7 +107,7 @@ class MadeSamples(Sequence[Sample]):
         return self.make(self.place(index))
 
 
-def content_parts(message: Message) -> list[dict[str, Any]]:
+def content_parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a message's content as a list of parts, also if it is a string."""
     content = message.get("content") or ""
     if isinstance(content, str):
@@ -149,7 +149,7 @@ def bare_text(message: Mapping[str, Any]) -> str:
     return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
 
 
-def message_images(messages: Sequence[Message]) -> list[Image.Image]:
+def message_images(messages: Sequence[Mapping[str, Any]]) -> list[Image.Image]:
     """Return the images of the messages in reading order."""
     parts = itertools.chain.from_iterable(map(content_parts, messages))
     return [part["image"] for part in parts if part.get("type") == "image"]

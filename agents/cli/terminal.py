@@ -26,6 +26,7 @@ from envs.contract import EpisodeEnv, checked_messages
 from envs.datasets.rows import json_fault
 from envs.env import ToolFormat
 from envs.errors import UserError
+from envs.images import image_digest
 from envs.safe_text import escape_lines
 from envs.tool_calls.thinking import Thinking
 from envs.types import Message, content_parts, message_images
@@ -144,6 +145,8 @@ class Gallery:
     folder: Path
     stem: str
     saved: list[str] = field(default_factory=list)
+    #: The same by the hash of the pixels: a later stream shows images again.
+    by_digest: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Remember where the folder is: code of the environment may change the working directory."""
@@ -165,7 +168,9 @@ class Gallery:
             except OSError as error:
                 fix = f"give another folder ({error.strerror})"
                 raise UserError("--images", "must be writable", str(self.folder), fix) from error
-            self.saved.append(f"{self.folder / name} {image.width}x{image.height}")
+            shown = f"{self.folder / name} {image.width}x{image.height}"
+            self.saved.append(shown)
+            self.by_digest.setdefault(image_digest(image.convert("RGB")), []).append(shown)
 
 
 class _ObservedEnv(Wrapper):
@@ -218,6 +223,7 @@ class TerminalPlayer:
         self.thinking = thinking
         self.tool_format: ToolFormat = tool_format
         self.env: _ObservedEnv | None = None
+        self._stream = 0
         self._num_read = 0
         self._num_images = 0
 
@@ -238,6 +244,11 @@ class TerminalPlayer:
         for where, messages in self.env.unsaved:
             self.gallery.save(message_images(messages), where)
         self.env.unsaved = []
+        if request.stream != self._stream:
+            self._stream = request.stream
+            self._num_read = 0
+            self._num_images = 0
+            self.terminal.say("--- the history is cut: from here on the model sees this")
         self.terminal.say(self._new_text(request))
         self.terminal.say(f"--- turn {turn + 1}, {request.max_new_tokens} tokens left")
         text = self.terminal.ask(self.tool_format)
@@ -250,10 +261,16 @@ class TerminalPlayer:
 
     def _new_text(self, request: GenerateRequest) -> str:
         """Return the part of the stream that was not shown yet, with the names of images for their placeholders."""
+        digests = [image.digest for image in request.images]
 
         def name(num_tokens: int) -> str:
+            digest = digests[self._num_images]
+            place = digests[: self._num_images].count(digest)
             self._num_images += 1
-            return f"[{self.gallery.saved[self._num_images - 1]}, {num_tokens} tokens]"
+            # Of equal images, those that left the history are the earlier ones.
+            names = self.gallery.by_digest.get(digest, ["an image"])[-digests.count(digest) :]
+            # Code that edits the history may show one image several times.
+            return f"[{names[min(place, len(names) - 1)]}, {num_tokens} tokens]"
 
         return self.renderer.shown(request.ids[self._num_read :], name).strip("\n")
 
@@ -296,10 +313,11 @@ def print_summary(trajectory: Trajectory, terminal: Terminal, gallery: Gallery) 
         show_answer(t.turns[-1], len(t.turns), t.end_reason is EndReason.COMPLETED, terminal, gallery)
     if t.error:
         terminal.say(t.error)
-    read = int((~t.mask_T).sum()) + sum(turn.usage.get("prompt_tokens", 0) for turn in t.turns)
+    read = sum(int((~stream.mask_T).sum()) for stream in t.streams)
+    read += sum(turn.usage.get("prompt_tokens", 0) for turn in t.turns)
     terminal.say(
         f"--- end: {t.end_reason}, reward {t.reward:g}, {counted(len(t.turns), 'turn')}, {t.num_model_tokens} tokens "
-        f"written, {read} read"
+        f"written, {read} read{f' in {len(t.streams)} streams' * bool(t.later)}"
     )
     if t.end_reason.is_valid:
         return 0

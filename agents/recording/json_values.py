@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import orjson
 from PIL import Image
 from pydantic import BaseModel
 
@@ -74,3 +75,44 @@ def message_to_json(message: Mapping[str, Any], name_image: Callable[[Image.Imag
     if isinstance(content, list | tuple):
         content = [part(each) for each in content]
     return to_json({**message, "content": content})
+
+
+class MessageTable:
+    """The messages of an episode as they are recorded, each at a place: first all of its first stream.
+
+    Example::
+
+        table = MessageTable(trajectory.messages, name_image)      # of 3 messages
+        table.place(trajectory.messages[1])                        # 1
+        table.place({"role": "user", "content": "Go on."})         # 3, where none of them says this
+        table.written[3]                                           # {"role": "user", "content": "Go on."}
+    """
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]], name_image: Callable[[Image.Image], str]) -> None:
+        self._name_image = name_image
+        self.written = [message_to_json(message, name_image) for message in messages]
+        # An object stands in several streams, and in the turn that it answers.
+        self._of_object = {id(message): place for place, message in enumerate(messages)}
+        self._of_text = {_text(written): place for place, written in reversed(list(enumerate(self.written)))}
+
+    def place(self, message: Mapping[str, Any]) -> int:
+        """Return the place of a message, or of one that says the same; a new one is appended."""
+        place = self._of_object.get(id(message))
+        if place is None:
+            written = message_to_json(message, self._name_image)
+            place = self._of_text.setdefault(_text(written), len(self.written))
+            if place == len(self.written):
+                self.written.append(written)
+            self._of_object[id(message)] = place
+        return place
+
+    def recorded(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message as it is recorded, which may have no place."""
+        place = self._of_object.get(id(message))
+        if place is None:
+            return message_to_json(message, self._name_image)
+        return self.written[place]
+
+
+def _text(written: Mapping[str, Any]) -> bytes:
+    return orjson.dumps(written)

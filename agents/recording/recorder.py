@@ -26,23 +26,24 @@ from PIL import Image
 
 from agents.recording.append_log import rewind
 from agents.recording.gzip_lines import GzipLines
-from agents.recording.json_values import cut, json_text, message_to_json, to_json
+from agents.recording.json_values import MessageTable, cut, json_text, to_json
 from agents.recording.safe_files import MAX_LINE, MAX_VALUES, check_real_folder, memory_of, read_lines, read_regular
 from agents.recording.schema import (
     EPISODES,
     IMAGES,
     MANIFEST,
     OUTCOMES,
+    READ_VERSIONS,
     SCHEMA_VERSION,
     SCORES,
     TOKENS,
     TRAIN,
     Manifest,
-    RoutesRecord,
     episode_id,
     read_token,
 )
-from agents.types import Trajectory, Turn
+from agents.recording.stream_schema import RoutesRecord, StreamRecord
+from agents.types import TokenStream, Trajectory, Turn
 from envs.contract import is_json
 from envs.errors import UserError
 from envs.images import image_digest
@@ -52,7 +53,7 @@ from envs.safe_text import write_text
 MAX_ID = 2**24
 
 #: Parts of an episode's line whose size an environment decides.
-_OF_ENVIRONMENT = ("sample_id", "label", "metadata", "error", "messages", "turns")
+_OF_ENVIRONMENT = ("sample_id", "label", "metadata", "error", "messages", "later_messages", "turns")
 
 
 class Recorder:
@@ -114,12 +115,17 @@ class Recorder:
             self.notes.append(f"{path} was damaged and is written anew; it is now {aside}")
         manifest = before or self.manifest
         # A page or a command may read the file now, so it is replaced only where a way is new.
-        if before and before == (manifest := before.model_copy(update={"ways": before.ways | self.manifest.ways})):
+        if before and before == (manifest := self._joined(before)):
             return
         # Replaced whole: a reader never sees half a manifest.
         part = path.with_suffix(".part")
         write_text(part, json_text(manifest))
         part.replace(path)
+
+    def _joined(self, before: Manifest) -> Manifest:
+        """Return the manifest in the folder with the ways of this one, and the schema of what is appended now."""
+        ways = before.ways | self.manifest.ways
+        return before.model_copy(update={"ways": ways, "schema_version": SCHEMA_VERSION})
 
     def _manifest_before(self, path: Path) -> Manifest | None:
         """Return the manifest in the folder, None where it is damaged."""
@@ -127,7 +133,7 @@ class Recorder:
             found = json.loads(text := read_regular(path))
             schema = found["schema_version"]
             env = found["env"]["id"]
-            if (schema, env) != (SCHEMA_VERSION, self.manifest.env.id):
+            if schema not in READ_VERSIONS or env != self.manifest.env.id:
                 rule = f"must hold a recording of schema {SCHEMA_VERSION} of '{self.manifest.env.id}', or none"
                 raise UserError(str(self.folder), rule, f"schema {schema} of '{env}'", "record in another folder")
             return Manifest.model_validate_json(text)
@@ -167,7 +173,7 @@ class Recorder:
         if self.is_recorded(way, trajectory.group):
             with self._timed():
                 # First, so that whoever reads the episode finds the text of each of its tokens.
-                self._write_tokens(trajectory.ids_T)
+                self._write_tokens(np.concatenate([stream.ids_T for stream in trajectory.streams]))
                 self._append(self._episodes, self._episode(trajectory, step, phase, way))
 
     def write_outcome(
@@ -202,9 +208,8 @@ class Recorder:
             self.seconds += time.perf_counter() - started
 
     def _episode(self, t: Trajectory, step: int, phase: str, way: str) -> dict[str, Any]:
-        messages = [message_to_json(message, self._image) for message in t.messages]
-        # An observation that the model was shown is also in the conversation, as the same object.
-        known = {id(message): written for message, written in zip(t.messages, messages, strict=True)}
+        said = MessageTable(t.messages, self._image)
+        later = [self._later(stream, said) for stream in t.later]
         return {
             "schema_version": SCHEMA_VERSION,
             "id": episode_id(phase, way, t),
@@ -231,19 +236,13 @@ class Recorder:
             "error": to_json(t.error)
             if math.isfinite(t.reward)
             else f"{t.error or ''}\nthe reward was {t.reward}".strip(),
-            "messages": messages,
-            "turns": [self._turn(turn, known) for turn in t.turns],
+            "messages": said.written[: len(t.messages)],
+            "turns": [self._turn(turn, said) for turn in t.turns],
             "tools": tools_digest(t.tools),
-            "prompt_length": t.prompt_length,
             "ids": np.ascontiguousarray(t.ids_T),
             "mask": t.mask_T.astype(np.int8),
-            "logprobs": _floats(t.logprobs_T[t.mask_T]),
-            **({} if t.kept_NK is None else {"kept": base64.b64encode(t.kept_NK.astype("<i4").tobytes()).decode()}),
-            **({} if t.routes_RLK is None or not self.with_routes else {"routes": RoutesRecord.line(t.routes_RLK)}),
-            "images": [
-                {"digest": image.digest, "grid": list(image.grid_thw), "num_tokens": image.num_tokens}
-                for image in t.images
-            ],
+            **self._sampled(t),
+            **({"later": later, "later_messages": said.written[len(t.messages) :]} if later else {}),
             "began": round(t.timing.began, 3),
             "total_s": round(t.timing.total_s, 6),
             "engine_s": round(t.timing.engine_s, 6),
@@ -251,7 +250,24 @@ class Recorder:
             "check_s": round(t.timing.check_s, 6),
         }
 
-    def _turn(self, turn: Turn, known: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    def _sampled(self, t: Trajectory | TokenStream) -> dict[str, Any]:
+        """Return what is recorded of every stream."""
+        return {
+            "prompt_length": t.prompt_length,
+            "logprobs": _floats(t.logprobs_T[t.mask_T]),
+            **({} if t.kept_NK is None else {"kept": base64.b64encode(t.kept_NK.astype("<i4").tobytes()).decode()}),
+            **({} if t.routes_RLK is None or not self.with_routes else {"routes": RoutesRecord.line(t.routes_RLK)}),
+            "images": [
+                {"digest": image.digest, "grid": list(image.grid_thw), "num_tokens": image.num_tokens}
+                for image in t.images
+            ],
+        }
+
+    def _later(self, stream: TokenStream, said: MessageTable) -> dict[str, Any]:
+        places = [said.place(message) for message in stream.messages]
+        return StreamRecord.line(stream) | self._sampled(stream) | {"said": places}
+
+    def _turn(self, turn: Turn, said: MessageTable) -> dict[str, Any]:
         return {
             "start": turn.start,
             "end": turn.end,
@@ -260,12 +276,13 @@ class Recorder:
             "done": turn.done,
             "versions": [list(run) for run in turn.versions],
             "num_cached": turn.num_cached,
-            "observations": [known.get(id(m)) or message_to_json(m, self._image) for m in turn.observations],
+            "observations": [said.recorded(message) for message in turn.observations],
             "info": to_json(turn.info),
             "engine_s": round(turn.engine_s, 6),
             "env_s": round(turn.env_s, 6),
             **({"reward": turn.reward} if turn.reward else {}),
             **({"usage": dict(turn.usage)} if turn.usage else {}),
+            **({"stream": turn.stream} if turn.stream else {}),
         }
 
     def _image(self, image: Image.Image) -> str:
@@ -351,15 +368,20 @@ def _written(line: Mapping[str, Any]) -> bytes:
 
     An environment may give texts of any size. Where the line would be too long, these are cut, from 2**20 characters
     or items on and then from fewer, and the episode is marked as not exact. The experts of so long a stream are left
-    out before that.
+    out before that. Where messages have to go, later streams name none.
     """
     text = _dumped(line)
-    if len(text) > MAX_LINE and "routes" in line:
-        line = {**line, "routes": None}
+    later = line.get("later", [])
+    if len(text) > MAX_LINE and any("routes" in stream for stream in (line, *later)):
+        later = [{**stream, "routes": None} for stream in later]
+        line = {**line, "routes": None} | ({"later": later} if later else {})
         text = _dumped(line)
     limit = 2**20
     while (len(text) > MAX_LINE or memory_of(text) > MAX_VALUES) and limit > 1:
         parts = {key: cut(value, limit) for key, value in line.items() if key in _OF_ENVIRONMENT}
+        # A place in a list that was cut would be that of another message, or of none.
+        if later and any(len(parts[name]) < len(line[name]) for name in ("messages", "later_messages")):
+            parts["later"] = [{**stream, "said": [], "num_opening": 0, "num_given": 0} for stream in later]
         text = _dumped({**line, **parts, "is_exact": False})
         limit //= 4
     return text

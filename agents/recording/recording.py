@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from agents.recording.schema import (
     EPISODES,
     MANIFEST,
     OUTCOMES,
-    SCHEMA_VERSION,
+    READ_VERSIONS,
     SCORES,
     TOKENS,
     EpisodeRecord,
@@ -33,13 +33,12 @@ from agents.recording.schema import (
     OutcomeRecord,
     ScoreRecord,
     TokenRecord,
-    TurnRecord,
     image_names,
     read_token,
 )
 from agents.recording.stream_check import broken_record
 from agents.rendering.images import ImageStore
-from agents.types import ProcessedImage, Timing, Trajectory, Turn
+from agents.types import Timing, TokenStream, Trajectory, Turn
 from envs.errors import UserError, first_line
 from envs.types import Message, Sample, message_images
 
@@ -235,29 +234,32 @@ class Recording:
         Raises:
             UserError: the images give other patch grids than recorded.
         """
-        messages = self.messages(episode.messages)
+        said = self.messages(episode.said)
+        # A `TurnRecord` has the fields of a `Turn`.
+        turns = [Turn(**{**dict(turn), "observations": self.messages(turn.observations)}) for turn in episode.turns]
+        first, *later = episode.streams_of(turns, said)
         # Whoever does not compute with pixels needs no processor, which loads Transformers.
         if images:
-            processed = self._processed(episode, messages, images)
+            first, *later = (self._with_pixels(stream, episode.id, images) for stream in (first, *later))
         else:
-            processed = ()
+            first, *later = (replace(stream, images=()) for stream in (first, *later))
         return Trajectory(
             sample_id=episode.sample_id,
             sample_index=episode.sample_index,
             seed=episode.seed,
-            ids_T=episode.ids_T,
-            mask_T=episode.mask_T,
-            logprobs_T=episode.logprobs_T,
-            kept_NK=episode.kept_NK,
-            routes_RLK=episode.routes_RLK,
-            images=processed,
-            turns=tuple(self._turn(turn) for turn in episode.turns),
+            ids_T=first.ids_T,
+            mask_T=first.mask_T,
+            logprobs_T=first.logprobs_T,
+            kept_NK=first.kept_NK,
+            routes_RLK=first.routes_RLK,
+            images=first.images,
+            turns=tuple(turns),
             reward=episode.reward,
             rewards=episode.rewards,
             verdicts=episode.verdicts,
             end_reason=episode.end_reason,
-            prompt_length=episode.prompt_length,
-            messages=messages,
+            prompt_length=first.prompt_length,
+            messages=first.messages,
             error=episode.error,
             metadata=episode.metadata,
             timing=Timing(episode.began, episode.total_s, episode.engine_s, episode.env_s, episode.check_s),
@@ -265,27 +267,23 @@ class Recording:
             num_prompt_messages=episode.num_prompt_messages,
             group=episode.group,
             attempt=episode.attempt,
+            later=tuple(later),
         )
 
-    def _processed(
-        self, episode: EpisodeRecord, messages: Sequence[Message], images: ImageStore
-    ) -> tuple[ProcessedImage, ...]:
+    def _with_pixels(self, stream: TokenStream, episode_id: str, images: ImageStore) -> TokenStream:
+        """Return a stream with its images as the model reads them."""
         # Where the stream has fewer images than the messages, the last ones did not fit.
-        raw_images = message_images(messages)[: len(episode.images)]
+        raw_images = message_images(stream.messages)[: len(stream.images)]
         processed = tuple(images.process(raw_image) for raw_image in raw_images)
         found = [(image.digest, image.grid_thw) for image in processed]
-        if found != (recorded := [(image.digest, image.grid) for image in episode.images]):
+        if found != (recorded := [(image.digest, image.grid_thw) for image in stream.images]):
             rule = f"must be cut as recorded, {recorded}"
             fix = "give the model that the recording was made with, and its whole folder"
-            raise UserError(f"images of {episode.id}", rule, found, fix)
-        return processed
-
-    def _turn(self, turn: TurnRecord) -> Turn:
-        # A `TurnRecord` has the fields of a `Turn`.
-        return Turn(**{**dict(turn), "observations": self.messages(turn.observations)})
+            raise UserError(f"images of {episode_id}", rule, found, fix)
+        return replace(stream, images=processed)
 
 
 def _check_schema(place: str, version: object) -> None:
-    if version != SCHEMA_VERSION:
+    if version not in READ_VERSIONS:
         fix = "read it with the version of TrueTurn that wrote it"
-        raise UserError(place, f"must be a recording of schema {SCHEMA_VERSION}", version, fix)
+        raise UserError(place, f"must be a recording of schema {' or '.join(map(str, READ_VERSIONS))}", version, fix)

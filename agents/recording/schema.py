@@ -17,29 +17,31 @@ Legend: T tokens of one stream, N those of them that the model wrote, R those of
 
 from __future__ import annotations
 
-import base64
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from itertools import chain
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from pydantic import (
-    Base64Bytes,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator
 
-from agents.recording.safe_files import memory_of
+from agents.recording.stream_schema import (
+    Bit,
+    Count,
+    Integer,
+    Name,
+    Record,
+    StreamBase,
+    StreamRecord,
+    TurnRecord,
+)
 from agents.types import EndReason, TokenStream, Trajectory, Turn, messages_before_turns
 from envs.spec import ENV_REWARD, EnvSpec
 from envs.tool_calls.thinking import Thinking
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
+#: The schemas that are read: in 4 an episode has one stream, which 5 writes in the same way.
+READ_VERSIONS = (4, SCHEMA_VERSION)
 #: The most turns that an environment's entry may allow.
 MAX_TURNS = 100_000
 
@@ -57,43 +59,7 @@ PLAY = "play"
 EVALUATE = "evaluate"
 
 
-#: What a name, a whole number, a count, a weight version (-1: unknown) and a bit of the mask may be. Longer or larger
-#: ones are no recorder's.
-Name = Annotated[str, Field(max_length=1000)]
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Version = Annotated[int, Field(ge=-1, lt=2**31)]
-Bit = Annotated[int, Field(ge=0, le=1)]
-
-
-class _Record(BaseModel):
-    # NaN breaks every mean that it enters, so no recorder writes one and no reader takes one.
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="null")
-
-    # Of the line, not of the record: what a reader may hold is decided by the file.
-    _num_bytes: int = PrivateAttr(0)
-    _memory: int = PrivateAttr(0)
-
-    @property
-    def num_bytes(self) -> int:
-        """The length of the line that the record was read from; 0 where there is none."""
-        return self._num_bytes
-
-    @property
-    def memory(self) -> int:
-        """A bound of the memory that the record takes, in bytes; 0 where it was not read from a line."""
-        return self._memory
-
-    @classmethod
-    def read(cls, line: bytes) -> Self:
-        """Return the record of a line. Raises `pydantic.ValidationError`."""
-        record = cls.model_validate_json(line)
-        record._num_bytes = len(line)
-        record._memory = memory_of(line)
-        return record
-
-
-class WayRecord(_Record):
+class WayRecord(Record):
     """One way in which the environment was played: the limits of the agent loop, the sampling temperature, and the
     thinking that the environment did not get (None: it got each turn as it is).
 
@@ -108,7 +74,7 @@ class WayRecord(_Record):
     thinking: Thinking | None = None
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """What all episodes of a recording have in common.
 
     `env` is the environment's entry in the registry, `registry` the file of the entry and `env_source` a hash of the
@@ -124,9 +90,9 @@ class Manifest(_Record):
     tool_format: str = "hermes"
     model: str = ""
     template: str = ""
-    template_options: dict[str, Any] = {}
-    ways: dict[str, WayRecord] = {}
-    versions: dict[str, str] = {}
+    template_options: dict[str, Any] = Field(default={})
+    ways: dict[str, WayRecord] = Field(default={})
+    versions: dict[str, str] = Field(default={})
 
     @property
     def has_ids(self) -> bool:
@@ -141,85 +107,8 @@ class Manifest(_Record):
         return env
 
 
-class TurnRecord(_Record):
-    """One model turn, `[start, end)` of the stream, and the environment's answer.
-
-    `finish` is why the model stopped: "stop", "length" or "abort"; the environment sees a turn only after "stop".
-    `done` says that the environment ended the task. `versions` are runs of (weight version, tokens). The engine had
-    `num_cached` of the tokens before the turn in its cache. `reward` is the turn's part of the episode's reward. Times
-    are seconds. Where a server gave text and no token ids, the span is empty and `usage` has the server's own counts.
-    """
-
-    start: Count
-    end: Count
-    text: str
-    finish: str
-    done: bool
-    versions: tuple[tuple[Version, Count], ...]
-    num_cached: Count
-    observations: tuple[dict[str, Any], ...]
-    info: dict[str, Any]
-    engine_s: float
-    env_s: float
-    reward: float = 0.0
-    usage: dict[Name, Count] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the model wrote."""
-        return self.usage.get("completion_tokens", self.end - self.start)
-
-
-class ImageRecord(_Record):
-    """An image of the stream: the hash of its pixels, and its grid of patches (time, rows, columns)."""
-
-    digest: Name
-    grid: tuple[Count, Count, Count]
-    num_tokens: Count
-
-    @property
-    def grid_thw(self) -> tuple[int, int, int]:
-        """The grid, under the name that a `ProcessedImage` has for it."""
-        return self.grid
-
-
-class RoutesRecord(_Record):
-    """The experts that R tokens took in each of so many layers.
-
-    `experts` has `top_k` numbers for each token and layer, of `width` bytes each, little-endian.
-
-    Example: `RoutesRecord(num_layers=48, top_k=8, width=1, experts=...)` has 384 bytes a token.
-    """
-
-    num_layers: Annotated[int, Field(ge=1, lt=2**16)]
-    top_k: Annotated[int, Field(ge=1, lt=2**8)]
-    width: Literal[1, 2]
-    # As text, for the same reason as `kept`.
-    experts: Base64Bytes
-
-    @model_validator(mode="after")
-    def _has_whole_rows(self) -> Self:
-        row = self.num_layers * self.top_k * self.width
-        if len(self.experts) % row:
-            raise ValueError(f"{len(self.experts)} bytes are no whole rows of {row}")
-        return self
-
-    @classmethod
-    def line(cls, routes_RLK: NDArray[np.uint8 | np.uint16]) -> dict[str, Any]:
-        """Return the record of an array as it is written."""
-        _, num_layers, top_k = routes_RLK.shape
-        width = routes_RLK.itemsize
-        experts = base64.b64encode(routes_RLK.astype(f"<u{width}").tobytes())
-        return {"num_layers": num_layers, "top_k": top_k, "width": width, "experts": experts.decode()}
-
-    @property
-    def array(self) -> NDArray[np.uint8 | np.uint16]:
-        """The experts, (R, layers, top_k)."""
-        return np.frombuffer(self.experts, dtype=f"<u{self.width}").reshape(-1, self.num_layers, self.top_k)
-
-
-class EpisodeRecord(_Record):
-    """One finished episode.
+class EpisodeRecord(StreamBase):
+    """One finished episode, with its first token stream.
 
     `phase` says what it was played for: "train"; "before", "eval-10" (after step 10) and "after", the evaluations of a
     run; "evaluate"; "play".
@@ -227,11 +116,10 @@ class EpisodeRecord(_Record):
     `attempt` counts how often the group was played again. `step` is the training step during which it ended, 0 before
     the first. The first `num_prompt_messages` of `messages` are the problem; an image in a message is
     `{"type": "image", "image": "images/HASH.png"}`. `is_exact` is False where label or metadata held a value that JSON
-    cannot hold; it is recorded as text. `tools` is a hash of the tools' schemas, empty where there are none. `logprobs`
-    are the engine's, for the N tokens whose mask is 1; `kept` has the ids that each of these was drawn from, K little
-    int32 for each, and is empty where that was the whole vocabulary. `routes` are the experts of the tokens before the
-    last one of the last turn; None unless they were recorded. `began` is in seconds since 1970. `rewards` has the value
-    of each reward function, if the run had any, and `verdicts` the text of each judge among them.
+    cannot hold; it is recorded as text. `tools` is a hash of the tools' schemas, empty where there are none. `began` is
+    in seconds since 1970. `rewards` has the value of each reward function, if the run had any, and `verdicts` the text
+    of each judge among them. `turns` are those of all streams, `messages` those of the first one. `later` are the
+    streams that began later, and `later_messages` those of their messages that are in no stream before.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -251,46 +139,22 @@ class EpisodeRecord(_Record):
     num_prompt_messages: Count
     seed: Integer
     reward: float
-    rewards: dict[Name, float] = {}
-    verdicts: dict[Name, str] = {}
+    rewards: dict[Name, float] = Field(default={})
+    verdicts: dict[Name, str] = Field(default={})
     end_reason: EndReason
     error: str | None
     messages: tuple[dict[str, Any], ...]
     turns: tuple[TurnRecord, ...]
     tools: Name
-    prompt_length: Count
     ids: tuple[Integer, ...]
     mask: tuple[Bit, ...]
-    logprobs: tuple[float | None, ...]
-    # As text: lists of numbers would take ten times the memory when they are read.
-    kept: Base64Bytes = b""
-    routes: RoutesRecord | None = None
-    images: tuple[ImageRecord, ...]
     began: float
     total_s: float
     engine_s: float
     env_s: float
     check_s: float
-
-    @model_validator(mode="after")
-    def _has_whole_sets(self) -> Self:
-        if self.kept and (not self.logprobs or len(self.kept) % (4 * len(self.logprobs))):
-            raise ValueError(f"kept has {len(self.kept)} bytes for {len(self.logprobs)} tokens")
-        return self
-
-    @property
-    def kept_NK(self) -> NDArray[np.int32] | None:
-        """The ids that each token of the model was drawn from; None where that was the whole vocabulary."""
-        if not self.kept:
-            return None
-        return np.frombuffer(self.kept, dtype="<i4").reshape(len(self.logprobs), -1)
-
-    @property
-    def routes_RLK(self) -> NDArray[np.uint8 | np.uint16] | None:
-        """The experts of the first R tokens; None unless they were recorded."""
-        if self.routes is None:
-            return None
-        return self.routes.array
+    later: tuple[StreamRecord, ...] = ()
+    later_messages: tuple[dict[str, Any], ...] = ()
 
     @property
     def env_reward(self) -> float:
@@ -300,34 +164,41 @@ class EpisodeRecord(_Record):
     @property
     def opening(self) -> Sequence[Mapping[str, Any]]:
         """The messages before the first turn: the problem, then the first observation."""
-        observations = [turn.observations for turn in self.turns]
+        observations = [turn.observations for turn in self.turns if turn.stream == 0]
         return messages_before_turns(self.messages, self.num_prompt_messages, observations)
 
     @property
+    def said(self) -> tuple[dict[str, Any], ...]:
+        """Every message of the episode once, at the place that `StreamRecord.said` counts."""
+        return (*self.messages, *self.later_messages)
+
+    @property
     def streams(self) -> tuple[TokenStream, ...]:
-        """The token streams, to be checked: their images have no pixels."""
+        """All token streams as they were recorded: their images have no pixels, and those in messages are names."""
+        return self.streams_of([Turn(**dict(turn)) for turn in self.turns], self.said)
+
+    def streams_of(self, turns: Sequence[Turn], said: Sequence[Mapping[str, Any]]) -> tuple[TokenStream, ...]:
+        """Return all token streams, made of these turns and messages; the images have no pixels."""
         num_opening = len(self.opening)
-        return (
-            TokenStream(
-                ids_T=self.ids_T,
-                mask_T=self.mask_T,
-                logprobs_T=self.logprobs_T,
-                images=self.images,  # type: ignore[arg-type]
-                turns=tuple(Turn(**dict(turn)) for turn in self.turns),
-                prompt_length=self.prompt_length,
-                messages=self.messages,
-                num_opening=num_opening,
-                num_given=num_opening,
-                kept_NK=self.kept_NK,
-                routes_RLK=self.routes_RLK,
-            ),
-        )
+        own = defaultdict[int, list[Turn]](list)
+        for turn in turns:
+            own[turn.stream].append(turn)
+        messages = said[: len(self.messages)]
+        ids_T = np.array(self.ids, dtype=np.int64)
+        mask_T = np.frombuffer(bytearray(self.mask), dtype=np.bool_)
+        first = self.token_stream(ids_T, mask_T, own[0], messages, num_opening, num_opening)
+        return (first, *(stream.of_turns(own[number], said) for number, stream in enumerate(self.later, 1)))
+
+    @property
+    def all_logprobs(self) -> tuple[float | None, ...]:
+        """The engine's log-probs of all model tokens, stream after stream, as in `ScoreRecord`."""
+        return tuple(chain(self.logprobs, *(stream.logprobs for stream in self.later)))
 
     @property
     def num_tokens(self) -> int:
-        """The length of the stream; without ids, what the server has counted in the last turn."""
+        """The tokens of all streams; without ids, what the server has counted in the last turn."""
         if self.ids or not self.turns:
-            return len(self.ids)
+            return len(self.ids) + sum(len(stream.ids) // 4 for stream in self.later)
         return sum(self.turns[-1].usage.values())
 
     @property
@@ -335,27 +206,8 @@ class EpisodeRecord(_Record):
         """Tokens that the model wrote."""
         return sum(turn.num_tokens for turn in self.turns)
 
-    @property
-    def ids_T(self) -> NDArray[np.int64]:
-        """The token ids as an array."""
-        return np.array(self.ids, dtype=np.int64)
 
-    @property
-    def mask_T(self) -> NDArray[np.bool_]:
-        """The mask as an array."""
-        return np.frombuffer(bytearray(self.mask), dtype=np.bool_)
-
-    @property
-    def logprobs_T(self) -> NDArray[np.float32]:
-        """The engine's log-prob of every token: 0 where the model did not write, NaN where the engine gave none."""
-        mask_T = self.mask_T
-        logprobs_T = np.zeros(len(mask_T), dtype=np.float32)
-        with np.errstate(over="ignore"):  # a number beyond float32 becomes infinite, which breaks a rule
-            logprobs_T[mask_T] = [np.nan if x is None else x for x in self.logprobs]
-        return logprobs_T
-
-
-class OutcomeRecord(_Record):
+class OutcomeRecord(Record):
     """The outcome (`fate`) of an episode in a training step.
 
     "train": the step trained on its group; a broken episode in the group has no advantage. "discarded": its group was
@@ -370,15 +222,18 @@ class OutcomeRecord(_Record):
     turn_advantages: tuple[float, ...] = ()
 
 
-class ScoreRecord(_Record):
-    """The trainer's own log-probs of the N tokens that the model wrote, before the step's first update."""
+class ScoreRecord(Record):
+    """The trainer's own log-probs of the N tokens that the model wrote, before the step's first update.
+
+    Those of the first stream come first, then those of each later one.
+    """
 
     id: Name
     step: Count
     logprobs: tuple[float | None, ...]
 
 
-class TokenRecord(_Record):
+class TokenRecord(Record):
     """The text of a token id; `hex` are its bytes where they are not valid text, such as part of a character."""
 
     id: Count

@@ -132,10 +132,10 @@ def changes_of(fork: Fork) -> list[str]:
 
 
 def _recorded_end(episode: EpisodeRecord) -> str:
-    num_written = sum(episode.mask)
+    num_written = episode.num_model_tokens
     return (
         f"--- recorded: {episode.end_reason}, reward {episode.reward:g}, {counted(len(episode.turns), 'turn')}, "
-        f"{num_written} tokens written, {len(episode.mask) - num_written} read"
+        f"{num_written} tokens written, {episode.num_tokens - num_written} read"
     )
 
 

@@ -15,7 +15,7 @@ from agents.recording.schema import EpisodeRecord
 from agents.replaying.episode_result import CONTINUES, EpisodeResult, recorded_result
 from agents.replaying.stream_replayer import StreamResult
 from agents.rollout.stream import first_difference
-from agents.types import EndReason
+from agents.types import EndReason, ProcessedImage, TokenStream
 from envs.execution.runner import last_line
 
 R = TypeVar("R", bound=EpisodeResult)
@@ -108,7 +108,7 @@ def differences(
         if old.done != new.done:
             found.append(Difference(DONE, number, "", old.done, new.done))
     if isinstance(result, StreamResult):
-        found += _stream(episode, result, recorded.end == result.end, token_texts)
+        found += _streams(episode, result, recorded.end == result.end, token_texts)
     # The order of the table, so that the first difference is also its first row.
     return tuple(sorted(found, key=lambda each: KINDS.index(each.kind)))
 
@@ -224,36 +224,65 @@ def unequal(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any
         yield place, old, new
 
 
-def _stream(
+def _streams(
     e: EpisodeRecord, result: StreamResult, ends_alike: bool, token_texts: Callable[[Sequence[int]], list[Any]]
 ) -> Iterator[Difference]:
     """Yield the first difference of the token streams; if the episodes end differently, as far as both go."""
-    shortest = min(len(e.ids), len(result.ids))
-    place = first_difference(e.ids, result.ids)
-    if place < shortest or (ends_alike and len(e.ids) != len(result.ids)):
-        old = e.ids[place : place + MAX_TOKENS]
-        new = result.ids[place : place + MAX_TOKENS]
-        yield Difference(TOKENS, turn_at(e, place), f"token {place}", token_texts(old), token_texts(new))
-        return  # the rest of the stream is shifted
-    place = first_difference(e.mask, result.mask)
-    if place < shortest:
-        yield Difference(MASK, turn_at(e, place), f"token {place}", e.mask[place], result.mask[place])
-    if e.prompt_length != result.prompt_length and result.ids and e.ids:
-        yield Difference(TURNS, 0, "prompt_length", e.prompt_length, result.prompt_length)
-    for number, (turn, span) in enumerate(zip(e.turns, result.spans, strict=False), 1):
-        if (turn.start, turn.end) != span:
-            yield Difference(TURNS, number, "", [turn.start, turn.end], list(span))
+    for number, (old, new) in enumerate(zip(e.streams, result.streams, strict=False)):
+        found = list(_stream(e, number, old, new, ends_alike, token_texts))
+        yield from found
+        if any(difference.kind == TOKENS for difference in found):
+            return  # what follows is shifted
+    for number, (turn, new) in enumerate(zip(e.turns, result.spans, strict=False), 1):
+        span = (turn.stream, turn.start, turn.end)
+        if span != new:
+            yield Difference(TURNS, number, "(stream, start, end)", list(span), list(new))
             break
-    recorded = [(image.digest, image.grid, image.num_tokens) for image in e.images]
+
+
+def _stream(
+    e: EpisodeRecord,
+    number: int,
+    old: TokenStream,
+    new: TokenStream,
+    ends_alike: bool,
+    token_texts: Callable[[Sequence[int]], list[Any]],
+) -> Iterator[Difference]:
+    """Yield the first difference of one stream."""
+    name = f"stream {number + 1} " if number else ""
+    old_ids = old.ids_T.tolist()
+    new_ids = new.ids_T.tolist()
+    shortest = min(len(old_ids), len(new_ids))
+    place = first_difference(old_ids, new_ids)
+    if place < shortest or (ends_alike and len(old_ids) != len(new_ids)):
+        texts = [token_texts(ids[place : place + MAX_TOKENS]) for ids in (old_ids, new_ids)]
+        yield Difference(TOKENS, turn_at(e, place, number), f"{name}token {place}", *texts)
+        return
+    place = first_difference(old.mask_T.tolist(), new.mask_T.tolist())
+    if place < shortest:
+        masks = [int(stream.mask_T[place]) for stream in (old, new)]
+        yield Difference(MASK, turn_at(e, place, number), f"{name}token {place}", *masks)
+    if old.prompt_length != new.prompt_length and shortest:
+        turn = turn_at(e, 0, number)
+        yield Difference(TURNS, turn, f"{name}prompt_length", old.prompt_length, new.prompt_length)
+    recorded, found = ([_facts(image) for image in stream.images] for stream in (old, new))
     # If one ends earlier, the images that it never saw are no difference.
-    count = None if ends_alike else min(len(recorded), len(result.images))
-    for where, one, other in unequal(recorded[:count], result.images[:count]):
-        yield Difference(IMAGES, None, where, one, other)
+    count = None if ends_alike else min(len(recorded), len(found))
+    for where, one, other in unequal(recorded[:count], found[:count]):
+        yield Difference(IMAGES, None, name + where, one, other)
         break
 
 
-def turn_at(episode: EpisodeRecord, place: int) -> int:
-    """Return the turn of a token; tokens that the model reads before a turn belong to that turn. 0 is the prompt."""
-    if place < episode.prompt_length:
+def _facts(image: ProcessedImage) -> tuple[str, tuple[int, int, int], int]:
+    return image.digest, image.grid_thw, image.num_tokens
+
+
+def turn_at(episode: EpisodeRecord, place: int, stream: int = 0) -> int:
+    """Return the turn of a token; tokens that the model reads before a turn belong to that turn.
+
+    0 is the prompt of the first stream; that of a later one belongs to the turn that begins the stream.
+    """
+    if stream == 0 and place < episode.prompt_length:
         return 0
-    return next((number for number, turn in enumerate(episode.turns, 1) if place < turn.end), len(episode.turns))
+    own = [number for number, turn in enumerate(episode.turns, 1) if turn.stream == stream]
+    return next((number for number in own if place < episode.turns[number - 1].end), own[-1] if own else 0)

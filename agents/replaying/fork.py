@@ -161,9 +161,10 @@ def way_of_fork(recorded: WayRecord, turn: int, config: ForkConfig) -> WayRecord
 
 def check_tokenizer(episode: EpisodeRecord, turn: int, renderer: Renderer) -> None:
     """Raise `UserError` if this tokenizer decodes the recorded ids to another text."""
-    for number, recorded in enumerate(episode.turns[:turn], 1):
+    written = recorded_completions(episode)
+    for number, (recorded, completion) in enumerate(zip(episode.turns[:turn], written, strict=False), 1):
         try:
-            text = renderer.decode(episode.ids[recorded.start : recorded.end])
+            text = renderer.decode(completion.ids)
         except (OverflowError, TypeError):  # ids outside the vocabulary
             text = ""
         # In a broken episode, text and tokens may differ: that can be why it ended.

@@ -27,11 +27,13 @@ def recorded_completions(episode: EpisodeRecord) -> tuple[Completion, ...]:
 
     Example: an episode of two turns of 40 and 12 tokens gives two completions with 40 and 12 ids.
     """
-    logprobs_T = episode.logprobs_T.tolist()
+    streams = episode.streams
+    ids = [stream.ids_T.tolist() for stream in streams]
+    logprobs = [stream.logprobs_T.tolist() for stream in streams]
     return tuple(
         Completion(
-            ids=episode.ids[turn.start : turn.end],
-            logprobs=tuple(logprobs_T[turn.start : turn.end]),
+            ids=tuple(ids[turn.stream][turn.start : turn.end]),
+            logprobs=tuple(logprobs[turn.stream][turn.start : turn.end]),
             finish=_finish(turn.finish, episode.id),
             prompt_length=turn.start,
             versions=turn.versions,

@@ -1,4 +1,4 @@
-"""Replays an episode with the whole agent loop, to compare its token stream too.
+"""Replays an episode with the whole agent loop, to compare its token streams too.
 
 The engine answers with the recorded ids. Everything between them comes from today's chat template, tokenizer, image
 processor and environment.
@@ -24,21 +24,15 @@ from agents.replaying.episode_result import (
 from agents.replaying.recorded_engine import RecordedEngine, recorded_completions
 from agents.replaying.replayer import ReplayContext
 from agents.rollout.episode import Episode, Limits
-from agents.types import EndReason, SamplingParams, Trajectory, Turn
+from agents.types import EndReason, SamplingParams, TokenStream, Trajectory, Turn
 
 
 @dataclass(frozen=True)
 class StreamResult(EpisodeResult):
-    """The result of an episode with its token stream.
+    """The result of an episode with its token streams; `spans` are the turns' (stream, start, end)."""
 
-    `spans` are the turns' (start, end), `images` the (digest, grid, tokens) of each image in the stream.
-    """
-
-    ids: tuple[int, ...]
-    mask: tuple[int, ...]
-    spans: tuple[tuple[int, int], ...]
-    prompt_length: int
-    images: tuple[tuple[str, tuple[int, int, int], int], ...]
+    streams: tuple[TokenStream, ...]
+    spans: tuple[tuple[int, int, int], ...]
 
 
 class StreamReplayer:
@@ -47,7 +41,7 @@ class StreamReplayer:
     Example::
 
         result = await StreamReplayer(context, Renderer.from_checkpoint("path/to/model")).play(episode)
-        result.ids == episode.ids      # True
+        result.streams[0].ids_T.tolist() == list(episode.ids)      # True
     """
 
     def __init__(self, context: ReplayContext, renderer: Renderer) -> None:
@@ -98,11 +92,8 @@ def stream_result(t: Trajectory, num_answers: int) -> StreamResult:
         reward=None if continues or is_faulty else t.reward,
         end=CONTINUES if continues else t.end_reason.value,
         error=t.error,
-        ids=tuple(t.ids_T.tolist()),
-        mask=tuple(t.mask_T.astype(int).tolist()),
-        spans=tuple((turn.start, turn.end) for turn in turns),
-        prompt_length=t.prompt_length,
-        images=tuple((image.digest, image.grid_thw, image.num_tokens) for image in t.images),
+        streams=t.streams,
+        spans=tuple((turn.stream, turn.start, turn.end) for turn in turns),
     )
 
 

@@ -63,8 +63,9 @@ def elements(source: Source) -> Iterator[tuple[str, bytes]]:
         for index in range(first, min(first + BLOCK, len(source))):
             episode = source.episode(index)
             lines.append(dump(episode))
+            messages = [*episode["messages"], *episode.get("later_messages", ())]
             answers = (message for turn in episode["turns"] for message in turn["observations"])
-            names |= dict.fromkeys([*image_names(episode["messages"]), *image_names(answers)])
+            names |= dict.fromkeys([*image_names(messages), *image_names(answers)])
         yield f"block-{first // BLOCK}", deflate(b"[%s]" % b",".join(lines))
         # Once in the file, though all samples of a group show it.
         for name in names.keys() - seen:

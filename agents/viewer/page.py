@@ -18,7 +18,18 @@ from typing import Literal
 FOLDER = Path(__file__).with_name("page")
 #: The scripts, in the order in which they are joined into one.
 SCRIPTS: tuple[str, ...] = (
-    *("dom.js", "number.js", "text.js", "fragment.js", "source.js", "run.js", "stream.js", "order.js", "table.js"),
+    *(
+        "dom.js",
+        "number.js",
+        "text.js",
+        "fragment.js",
+        "source.js",
+        "run.js",
+        "streams.js",
+        "stream.js",
+        "order.js",
+        "table.js",
+    ),
     *("head.js", "curves.js", "bars.js", "overview.js", "episodes.js", "conversation.js", "fork.js", "token.js"),
     *("tokens.js", "strip.js", "episode.js", "beside.js", "group.js", "pair.js", "compare.js", "keys.js", "live.js"),
     "main.js",

@@ -6,7 +6,6 @@ In memory are only the table row of each episode and its offset in the file; an 
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -190,10 +189,10 @@ class Source:
             self._set(index, {name: cell for name, cell in row.items() if name not in UNKNOWN})
         if index in self._scores:
             _, score = next(self.recording.scores_from(self._scores[index]))
-            self._set(index, gap_cells(episode.logprobs, score.logprobs))
+            self._set(index, gap_cells(episode.all_logprobs, score.logprobs))
         elif episode.phase == TRAIN and self._num_kept < MAX_KEPT:
-            self._unscored[index] = np.array(episode.logprobs, dtype=np.float64)
-            self._num_kept += len(episode.logprobs)
+            self._unscored[index] = np.array(episode.all_logprobs, dtype=np.float64)
+            self._num_kept += len(self._unscored[index])
 
     def _set(self, index: int, row: Row) -> None:
         for name, cell in row.items():
@@ -225,7 +224,7 @@ class Source:
         rollout = self._unscored.pop(index, None)
         if rollout is None:
             _, text = next(read_gzip_lines(self._file(EPISODES), self.spans[index][0]))
-            rollout = json.loads(text)["logprobs"]
+            rollout = EpisodeRecord.read(text).all_logprobs
         return gap_cells(rollout, score.logprobs)
 
     # Answers ------------------------------------------------------------------------------------------------------
@@ -321,13 +320,14 @@ class Source:
         with self._lock:
             line = self.line(index)
             # Most of a line that has them, and no part of the page.
-            line.pop("routes", None)
+            for stream in (line, *line.get("later", ())):
+                stream.pop("routes", None)
             ways = self.recording.manifest.ways
             if (way := ways.get(line["way"])) and way.thinking:
                 line["turns"] = [{**turn, "parts": way.thinking.parts(turn["text"])} for turn in line["turns"]]
             later = {"outcome": self.outcome(index), "score": self.score(index)}
             dumped = {name: record and record.model_dump(mode="json") for name, record in later.items()}
-            observations = [turn["observations"] for turn in line["turns"]]
+            observations = [turn["observations"] for turn in line["turns"] if not turn.get("stream")]
             opening = messages_before_turns(line["messages"], line["num_prompt_messages"], observations)
             return {**line, **dumped, "index": index, "num_opening": len(opening)}
 

@@ -46,6 +46,7 @@ def rollout_metrics(
     - `reward` and the like: means over the valid episodes of all complete groups, filtered and surplus ones included.
     - `reward/NAME`: the value of each reward function, before its weight.
     - `turn_reward/N`: where turns have rewards, the mean of those of turn N.
+    - `streams`: token streams an episode, where any has more than one; `length/stream_mean` is that of one stream.
     - `groups_used_frac`: the share of groups whose rewards differ, so that something can be learnt from them.
     - `groups_resampled`, `groups_dropped`: groups with fewer than two valid episodes, played again or given up.
     - `end/REASON`: the share of all episodes, aborted and discarded ones included.
@@ -77,6 +78,10 @@ def rollout_metrics(
         **{f"groups_{what}": len(unused) for what, unused in rollout.unused.items()},
         "env_s": sum(turn.env_s for turn in turns) / max(1, len(turns)),
     }
+    num_streams = sum(1 + len(t.later) for t in trajectories)
+    # Most environments have one stream an episode, and no row for it.
+    if num_streams > len(trajectories):
+        metrics["streams"] = num_streams / count
     for name in dict.fromkeys(name for t in valid for name in t.rewards):
         values = [t.rewards[name] for t in valid if name in t.rewards]
         metrics[f"reward/{name}"] = sum(values) / len(values)
@@ -102,11 +107,11 @@ def rollout_metrics(
 
 
 def length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return mean, 95th percentile and maximum of the lengths of prompts, model turns and streams, in tokens."""
+    """Return mean, 95th percentile and maximum of the lengths of first prompts, model turns and streams, in tokens."""
     lengths = {
         "prompt": [t.prompt_length for t in trajectories],
         "model": [t.num_model_tokens for t in trajectories],
-        "stream": [len(t.ids_T) for t in trajectories],
+        "stream": [len(stream.ids_T) for t in trajectories for stream in t.streams],
     }
     metrics: dict[str, float] = {}
     for name, values in lengths.items():

@@ -135,7 +135,8 @@ class RecordedSteps:
                 # Only trained groups need pixels; cutting images is the slow part.
                 trajectory = self.recording.trajectory(record, shown)
                 if not self.gives_routes:
-                    trajectory = replace(trajectory, routes_RLK=None)
+                    later = tuple(replace(stream, routes_RLK=None) for stream in trajectory.later)
+                    trajectory = replace(trajectory, routes_RLK=None, later=later)
                 by_fate[episode.fate][episode.group].append(trajectory)
         discarded = by_fate[DISCARDED]
         return StepRollout(

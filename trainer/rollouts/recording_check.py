@@ -12,6 +12,7 @@ from agents.recording.schema import image_names
 from agents.recording.stream_check import broken_record
 from agents.rendering.renderer import Renderer
 from agents.rollout.invariants import Vocabulary, wrong_experts
+from agents.types import TokenStream
 from envs.contract import MAX_REWARD
 from envs.errors import UserError
 
@@ -63,51 +64,63 @@ class RecordingCheck:
     def episode(self, episode: EpisodeRecord) -> None:
         """Raise `UserError` where the model cannot have written the episode, or an image is damaged."""
         place = f"episode {episode.id} of {self.recording.folder}"
-        kept_NK = episode.kept_NK
-        if episode.end_reason.is_valid and episode.num_model_tokens:
+        streams = episode.streams
+        for stream in streams:
+            self._check_ids(stream, place, episode.end_reason.is_valid)
+        # A stranger's number may be anything, and one is enough to ruin a step.
+        if abs(episode.reward) > MAX_REWARD:
+            raise UserError(place, f"must have a reward within {MAX_REWARD:g}", episode.reward, "leave the episode out")
+        for stream in streams:
+            self._check_lengths(stream, place)
+        # The rules of every stream: packing indexes by what the record says.
+        if rule := broken_record(episode, self._vocabulary):
+            raise UserError(place, "must keep the rules of a token stream", rule, _FIX)
+        answers = [message for turn in episode.turns for message in turn.observations]
+        for name in dict.fromkeys(image_names([*episode.said, *answers])):
+            self._check_image(name)
+        for stream in streams:
+            self._check_grids(stream)
+
+    def _check_ids(self, stream: TokenStream, place: str, is_valid: bool) -> None:
+        """Raise `UserError` where the model has no such ids or experts."""
+        kept_NK = stream.kept_NK
+        if is_valid and stream.mask_T.any():
             found = 0 if kept_NK is None else kept_NK.shape[1]
             if found != self.top_k:
                 rule = f"must have {self.top_k} ids that each token was drawn from, as --top-k of its run says"
                 raise UserError(place, rule, found, "take the recording as it was written")
         most_kept = 0 if kept_NK is None else int(kept_NK.max(initial=0))
-        for each in (max(episode.ids, default=0), min(episode.ids, default=0), most_kept):
+        for each in (int(stream.ids_T.max(initial=0)), int(stream.ids_T.min(initial=0)), most_kept):
             if not 0 <= each < self.vocabulary_size:
                 raise UserError(place, f"must have ids below the model's {self.vocabulary_size}", each, _FIX)
-        self._check_routes(episode, place)
-        # A stranger's number may be anything, and one is enough to ruin a step.
-        if abs(episode.reward) > MAX_REWARD:
-            raise UserError(place, f"must have a reward within {MAX_REWARD:g}", episode.reward, "leave the episode out")
-        if len(episode.ids) > self.facts.max_positions:
-            raise UserError(place, f"must have at most {self.facts.max_positions} tokens", len(episode.ids), _FIX)
-        # Each placeholder takes a row of pixels: one too many would shift all that follow.
-        shown = episode.ids.count(self.facts.image_token_id)
-        wanted = sum(image.num_tokens for image in episode.images)
-        if shown != wanted:
-            rule = f"must have {wanted} image tokens, of id {self.facts.image_token_id}, for its images"
-            raise UserError(place, rule, shown, _FIX)
-        # The rules of every stream: packing indexes by what the record says.
-        if rule := broken_record(episode, self._vocabulary):
-            raise UserError(place, "must keep the rules of a token stream", rule, _FIX)
-        answers = (message for turn in episode.turns for message in turn.observations)
-        names = [*image_names(episode.messages), *image_names(answers)]
-        for name in dict.fromkeys(names):
-            self._check_image(name)
-        # A stream has fewer images than its messages where the context was full.
-        for name, image in zip(names, episode.images, strict=False):
-            if self._grids[name] != image.grid:
-                rule = f"must cut {name} as recorded, into {'x'.join(map(str, image.grid))} patches"
-                got = "x".join(map(str, self._grids[name]))
-                raise UserError("--model", rule, got, f"{_FIX}, and its preprocessor_config.json")
-
-    def _check_routes(self, episode: EpisodeRecord, place: str) -> None:
-        """Raise `UserError` where the model's tokens cannot have taken the recorded experts."""
-        routes_RLK = episode.routes_RLK
+        routes_RLK = stream.routes_RLK
         if routes_RLK is None:
             return
         if self.facts.routes is None:
             raise UserError(place, "must have no experts, as the model has none", routes_RLK.shape, _FIX)
         if rule := wrong_experts(routes_RLK, len(routes_RLK), self.facts.routes):
             raise UserError(place, "must have experts of the model", rule, _FIX)
+
+    def _check_lengths(self, stream: TokenStream, place: str) -> None:
+        """Raise `UserError` where a stream is too long, or has other images than its tokens say."""
+        num_tokens = len(stream.ids_T)
+        if num_tokens > self.facts.max_positions:
+            raise UserError(place, f"must have at most {self.facts.max_positions} tokens", num_tokens, _FIX)
+        # Each placeholder takes a row of pixels: one too many would shift all that follow.
+        shown = int((stream.ids_T == self.facts.image_token_id).sum())
+        wanted = sum(image.num_tokens for image in stream.images)
+        if shown != wanted:
+            rule = f"must have {wanted} image tokens, of id {self.facts.image_token_id}, for its images"
+            raise UserError(place, rule, shown, _FIX)
+
+    def _check_grids(self, stream: TokenStream) -> None:
+        """Raise `UserError` where the model's processor would cut an image otherwise."""
+        # A stream has fewer images than its messages where the context was full.
+        for name, image in zip(image_names(stream.messages), stream.images, strict=False):
+            if self._grids[name] != image.grid_thw:
+                rule = f"must cut {name} as recorded, into {'x'.join(map(str, image.grid_thw))} patches"
+                got = "x".join(map(str, self._grids[name]))
+                raise UserError("--model", rule, got, f"{_FIX}, and its preprocessor_config.json")
 
     def _check_image(self, name: str) -> None:
         if name in self._grids:

@@ -14,7 +14,7 @@ function besideView(items, look, changed) {
   Promise.all(items.map((item) => item && app.source.episode(item.run.number, item.place)))
     .then((episodes) => {
       const columns = episodes.map(
-        (episode, k) => episode && { ...items[k], episode, stream: readStream(items[k].run, episode) },
+        (episode, k) => episode && { ...items[k], episode, stream: readStream(items[k].run, streamsOf(episode)[0]) },
       );
       columns.forEach((column, k) => {
         if (!column) box.append(make("p.beside-gap", { text: "no such sample" }));
@@ -160,6 +160,7 @@ function besideTokens({ stream, episode }, others, color) {
     flow,
     last < stream.length &&
       make("p.hint", { text: `${count(stream.length - last)} more tokens are on the episode's own page` }),
+    episode.later && make("p.hint", { text: "this is the first stream; the others are on the episode's own page" }),
   );
 }
 

@@ -1,12 +1,17 @@
 /* An episode as a conversation: the problem and the first observation, then for each turn the model's text, its tool
-   calls and their answers. */
+   calls and their answers; before the first turn of a later stream, what left the history. */
 
-function conversation(run, episode, turnHref) {
+function conversation(run, episode, streams, hrefOf) {
+  const begun = new Map(streams.slice(1).map((stream) => [stream.turns[0][0], stream]));
   const box = make(
     ".conversation",
     openingOf(episode).map((message) => messageBox(run, message)),
   );
-  (episode.turns || []).forEach((turn, k) => box.append(turnBox(run, episode, k + 1, turnHref(k + 1))));
+  (episode.turns || []).forEach((turn, k) => {
+    const stream = begun.get(k + 1);
+    if (stream) box.append(branchBox(run, stream, hrefOf({ stream: stream.number + 1, color: "mask" })));
+    box.append(turnBox(run, episode, k + 1, hrefOf({ turn: k + 1 })));
+  });
   if (episode.error)
     box.append(
       make("section.message.error", make(".role", { text: "error" }), textBlock(String(episode.error), "pre")),
@@ -89,6 +94,7 @@ function turnFacts(turn) {
     versions && `weights ${versions}`,
     `engine ${seconds(turn.engine_s)}`,
     `environment ${seconds(turn.env_s)}`,
+    turn.stream && `stream ${turn.stream + 1}`,
   ];
   const marks = [
     turn.finish !== "stop" &&

@@ -24,6 +24,7 @@ function showEpisode(root, { parts, query }) {
       turn: state.query.turn,
       color: state.query.color,
       scale: state.query.scale,
+      stream: state.query.stream,
       token: state.query.color ? state.query.token : null,
       ...change,
     });
@@ -41,9 +42,7 @@ function showEpisode(root, { parts, query }) {
     .episode(run.number, place)
     .then((episode) => {
       if (!root.contains(state.box)) return;
-      state.episode = episode;
-      state.stream = readStream(run, episode);
-      root.querySelector(".strip-box").append(streamStrip(state));
+      takeEpisode(state, episode);
       drawEpisode(state);
       if (state.query.turn) showTurn(state, Number(state.query.turn), false);
       if (state.tokens && numberOf(state.query.token) !== null) state.tokens.showToken(Number(state.query.token), true);
@@ -57,6 +56,27 @@ function showEpisode(root, { parts, query }) {
     update: () => updateEpisode(state),
     repaint: () => state.strip && state.strip.draw(),
   };
+}
+
+/* Takes an episode that was read, and the stream of it that the address names. */
+function takeEpisode(state, episode) {
+  state.episode = episode;
+  state.streams = streamsOf(episode);
+  takeStream(state, (numberOf(state.query.stream) ?? 1) - 1);
+}
+
+function takeStream(state, number) {
+  state.part = state.streams[number] || state.streams[0];
+  state.stream = readStream(state.run, state.part);
+  clear(document.querySelector(".strip-box")).append(streamStrip(state));
+}
+
+/* Shows the tokens of another stream of the episode. */
+function pickStream(state, number) {
+  if (state.part.number === number) return;
+  state.change({ stream: number ? number + 1 : null, token: null, turn: null });
+  takeStream(state, number);
+  drawEpisode(state);
 }
 
 function missing(root, text) {
@@ -110,6 +130,7 @@ function verdict(run, place) {
     columns.fate[place] && ["fate", visible(columns.fate[place])],
     columns.label[place] && ["label", visible(columns.label[place])],
     ["turns", count(columns.num_turns[place])],
+    columns.num_streams[place] > 1 && ["streams", count(columns.num_streams[place])],
     ["tokens", `${count(columns.num_model_tokens[place])} of ${count(columns.num_tokens[place])}`],
     isNumber(columns.max_gap[place]) && ["largest gap", figure(columns.max_gap[place])],
   ];
@@ -123,7 +144,8 @@ function drawEpisode(state) {
   if (color) {
     state.tokens = tokenView(state);
     clear(state.box).append(state.tokens.node);
-  } else clear(state.box).append(conversation(state.run, state.episode, (turn) => state.href({ turn, token: null })));
+  } else clear(state.box).append(conversation(state.run, state.episode, state.streams, (part) => state.href({ token: null, ...part })));
+  if (state.streams.length > 1) state.side.prepend(streamTree(state));
   state.side.append(sideFacts(state));
   if (state.strip) state.strip.draw();
 }
@@ -174,7 +196,8 @@ function showTurn(state, number, isMoved = true) {
   const size = turns ? turns.length : state.run.columns.num_turns[state.place] || 0;
   if (!size) return;
   const turn = Math.max(1, Math.min(size, number || 1));
-  if (isMoved) state.change({ turn });
+  if (turns) pickStream(state, turns[turn - 1].stream || 0);
+  if (isMoved || !state.query.turn) state.change({ turn });
   if (!turns) return;
   if (state.view === "tokens") state.tokens.showToken(turns[turn - 1].start, false);
   const node = state.box.querySelector(`[data-turn="${turn}"]`);
@@ -187,7 +210,7 @@ function showTurn(state, number, isMoved = true) {
   });
 }
 
-function sideFacts({ run, episode, stream }) {
+function sideFacts({ run, episode, stream, part }) {
   const turns = episode.turns || [],
     versions = [...new Set(turns.flatMap((turn) => (turn.versions || []).map(([version]) => version)))];
   const facts = [
@@ -198,7 +221,7 @@ function sideFacts({ run, episode, stream }) {
     ["problem", visible(episode.sample_id ?? NONE)],
     ["environment", visible(`${episode.env} ${episode.env_version}`)],
     versions.length > 0 && ["weights", versions.map((version) => `v${version}`).join(" ")],
-    ["prompt", plural(episode.prompt_length, "token")],
+    ["prompt", plural(part.record.prompt_length, "token")],
     ["seed", visible(asText(episode.seed))],
     ["time", seconds(episode.total_s)],
     ["engine", seconds(episode.engine_s)],
@@ -260,7 +283,7 @@ function updateEpisode(state) {
   app.source
     .episode(run.number, place)
     .then((episode) => {
-      Object.assign(state, { episode, stream: readStream(run, episode) });
+      takeEpisode(state, episode);
       add(clear(document.querySelector(".verdict")), factBoxes(verdict(run, place)));
       const { scrollY } = window;
       drawEpisode(state);

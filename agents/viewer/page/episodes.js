@@ -188,11 +188,12 @@ function episodeColumns(run) {
     { ...textColumn(columns, "label", "label"), kind: "label" },
     figureColumn(columns, "advantage", "adv.", signed, "advantage"),
     figureColumn(columns, "num_turns", "turns", count),
-    figureColumn(columns, "num_tokens", "tokens", count, "tokens of the whole stream"),
+    Math.max(...columns.num_streams) > 1 && figureColumn(columns, "num_streams", "streams", count, "token streams"),
+    figureColumn(columns, "num_tokens", "tokens", count, "tokens of all streams"),
     figureColumn(columns, "num_tool_calls", "calls", calls, "tool calls, and those that went wrong"),
     figureColumn(columns, "max_gap", "max gap", figure, "largest |rollout - trainer| log-prob of a token, in nats"),
     figureColumn(columns, "total_s", "time", seconds, "wall time of the episode"),
-  ];
+  ].filter(Boolean);
 }
 
 function figureColumn(columns, name, title, say, hint) {

@@ -1,38 +1,46 @@
-/* An episode's token stream with all values of each token. */
+/* A token stream with all values of each token. */
 
 const GAP_STEPS = [1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3];
 const PROBABILITY_STEPS = [0.99, 0.9, 0.7, 0.5, 0.3, 0.1, 0.03, 0.01];
 const PLACEHOLDER = /image|img|vision|pad|pict/i;
 
 /* Returns {length, segments, folds, largest} and, with one value per token, {ids, mask, texts, rollout, train, gap,
-   version, turn}. */
-function readStream(run, episode) {
-  const ids = episode.ids || [],
-    mask = episode.mask || [],
+   version, turn}; `part` is one of `streamsOf`. */
+function readStream(run, part) {
+  const { record, turns } = part,
+    ids = part.number ? new Int32Array(bytesOf(record.ids).buffer) : record.ids || [],
     T = ids.length,
-    score = scoreOf(episode);
+    mask = record.mask || maskOf(T, turns);
   const stream = {
     length: T,
     ids,
     mask,
     texts: tokenTexts(run, ids),
-    rollout: spread(mask, episode.logprobs),
-    train: spread(mask, score && score.logprobs),
+    rollout: spread(mask, record.logprobs),
+    train: spread(mask, part.train),
     version: new Int32Array(T).fill(-1),
     turn: new Int32Array(T),
     gap: new Float64Array(T),
   };
   for (let t = 0; t < T; t += 1) stream.gap[t] = Math.abs(stream.rollout[t] - stream.train[t]);
-  markTurns(stream, episode);
-  stream.segments = segmentsOf(stream, episode);
-  stream.folds = foldsOf(stream, episode);
+  markTurns(stream, turns);
+  stream.segments = segmentsOf(stream, turns);
+  stream.folds = foldsOf(stream, part);
   stream.largest = largestGap(stream);
   return stream;
 }
 
 /* The trainer's log-probs; null if there are none, or if they belong to other tokens. */
-function scoreOf({ score, logprobs }) {
-  return score && score.logprobs.length === (logprobs || []).length ? score : null;
+function scoreOf(episode) {
+  const { score } = episode;
+  const written = recordsOf(episode).reduce((sum, { logprobs }) => sum + (logprobs || []).length, 0);
+  return score && score.logprobs.length === written ? score : null;
+}
+
+function maskOf(length, turns) {
+  const mask = new Uint8Array(length);
+  for (const [, turn] of turns) mask.fill(1, turn.start, turn.end);
+  return mask;
 }
 
 /* Spreads values over the tokens with mask 1; all others, and missing values, are NaN. */
@@ -47,33 +55,30 @@ function spread(mask, values) {
   return all;
 }
 
-function markTurns(stream, episode) {
-  (episode.turns || []).forEach((turn, k) => {
-    stream.turn.fill(k + 1, turn.start, turn.end);
+function markTurns(stream, turns) {
+  for (const [number, turn] of turns) {
+    stream.turn.fill(number, turn.start, turn.end);
     let t = turn.start;
     for (const [version, tokens] of turn.versions || []) {
       stream.version.fill(version, t, t + tokens);
       t += tokens;
     }
-  });
+  }
 }
 
 /* The prompt, the model's turns and the environment's tokens between them: [{kind, turn, start, end}]. */
-function segmentsOf(stream, episode) {
+function segmentsOf(stream, turns) {
   const found = [];
-  let from = 0;
-  (episode.turns || []).forEach((turn, k) => {
-    if (turn.start > from) found.push({ kind: k ? "env" : "prompt", turn: k, start: from, end: turn.start });
-    if (turn.end > turn.start) found.push({ kind: "model", turn: k + 1, start: turn.start, end: turn.end });
+  let from = 0,
+    before = 0;
+  for (const [number, turn] of turns) {
+    if (turn.start > from) found.push({ kind: before ? "env" : "prompt", turn: before, start: from, end: turn.start });
+    if (turn.end > turn.start) found.push({ kind: "model", turn: number, start: turn.start, end: turn.end });
     from = Math.max(from, turn.end);
-  });
+    before = number;
+  }
   if (from < stream.length)
-    found.push({
-      kind: found.length ? "env" : "prompt",
-      turn: (episode.turns || []).length,
-      start: from,
-      end: stream.length,
-    });
+    found.push({ kind: found.length ? "env" : "prompt", turn: before, start: from, end: stream.length });
   return found;
 }
 
@@ -99,8 +104,8 @@ function tokenTexts(run, ids) {
 
 /* The positions of images: [{start, end, tokens, name}]. The placeholder is the token id that occurs as often as all
    images have tokens. */
-function foldsOf(stream, episode) {
-  const sizes = (episode.images || []).map((image) => image.num_tokens);
+function foldsOf(stream, part) {
+  const sizes = (part.record.images || []).map((image) => image.num_tokens);
   const total = sizes.reduce((a, b) => a + b, 0);
   if (!total) return [];
   const counts = new Map();
@@ -109,11 +114,11 @@ function foldsOf(stream, episode) {
   const fitting = [...counts].filter(([, times]) => times === total).map(([id]) => id);
   const named = fitting.find((id) => PLACEHOLDER.test(stream.texts[stream.ids.indexOf(id)]));
   const id = named ?? (fitting.length === 1 && total > 3 ? fitting[0] : undefined);
-  return id === undefined ? [] : foldRuns(stream, episode, id, sizes);
+  return id === undefined ? [] : foldRuns(stream, part, id, sizes);
 }
 
-function foldRuns(stream, episode, id, sizes) {
-  const names = imageNames(episode),
+function foldRuns(stream, part, id, sizes) {
+  const names = imagesIn(part.messages),
     folds = [];
   let t = 0;
   sizes.forEach((tokens, k) => {
@@ -123,21 +128,9 @@ function foldRuns(stream, episode, id, sizes) {
       if (start < 0) start = t;
       seen += 1;
     }
-    if (start >= 0) folds.push({ start, end: t, tokens, name: names[k] || `images/${episode.images[k].digest}.png` });
+    if (start >= 0) folds.push({ start, end: t, tokens, name: names[k] || `images/${part.record.images[k].digest}.png` });
   });
   return folds;
-}
-
-/* Names of the images in the messages, in order. */
-function imageNames(episode) {
-  const names = [];
-  const look = (message) => {
-    if (!Array.isArray(message.content)) return;
-    for (const part of message.content) if (part && part.type === "image") names.push(part.image);
-  };
-  (episode.messages || []).slice(0, episode.num_prompt_messages).forEach(look);
-  for (const turn of episode.turns || []) (turn.observations || []).forEach(look);
-  return names;
 }
 
 /* The strength of a token's colour, 0 to 8. */

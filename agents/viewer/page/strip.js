@@ -24,11 +24,11 @@ function streamStrip(state) {
   return box;
 }
 
-function stripText({ stream, episode }) {
+function stripText({ stream, part }) {
   const model = stream.segments
     .filter((each) => each.kind === "model")
     .reduce((total, each) => total + each.end - each.start, 0);
-  const turns = plural((episode.turns || []).length, "turn");
+  const turns = plural(part.turns.length, "turn");
   return `stream of ${plural(stream.length, "token")}: ${count(model)} of the model in ${turns}`;
 }
 

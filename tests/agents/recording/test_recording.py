@@ -53,7 +53,7 @@ def test_the_stream_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert [(t["start"], t["end"]) for t in line["turns"]] == [(1, 2), (3, 4)]
     recording = Recording.open(tmp_path)
     (episode,) = recording.episodes()
-    assert episode.logprobs_T.tolist() == [0, -0.25, 0, -1.5]
+    assert episode.streams[0].logprobs_T.tolist() == [0, -0.25, 0, -1.5]
     outcome, score = recording.outcomes()["train-12-3"], recording.scores()["train-12-3"]
     assert (outcome.step, outcome.fate, outcome.advantage) == (3, "train", -0.7)
     assert (score.step, score.logprobs) == (3, (-0.5, -1.0))
@@ -231,7 +231,7 @@ def test_a_reward_that_is_no_number_leaves_the_recording_readable(tmp_path: Path
 def test_another_environment_is_not_recorded_into_the_same_folder(tmp_path: Path) -> None:
     recorder_in(tmp_path).close()
     other = MANIFEST.model_copy(update={"env": get_spec("guess")})
-    with pytest.raises(UserError, match=r"must hold a recording of schema 4 of 'guess', or none, got .* 'geo3k'"):
+    with pytest.raises(UserError, match=r"must hold a recording of schema 5 of 'guess', or none, got .* 'geo3k'"):
         Recorder(tmp_path, other)
 
 
@@ -239,7 +239,7 @@ def test_another_environment_is_not_recorded_into_the_same_folder(tmp_path: Path
     ("manifest", "rule"),
     [
         (None, "must hold a recording"),
-        ('{"schema_version": 3}', "schema 4, got 3"),
+        ('{"schema_version": 3}', "schema 4 or 5, got 3"),
         ('{"schema_version": 4}', "must hold a whole recording.json"),
         ("[]", "must hold a whole recording.json"),
         ("{", "must hold a whole recording.json"),

@@ -216,7 +216,7 @@ STREAMS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda line: line.update(routes=_routes(4) | {"experts": "A"}),
         "routes.experts: Base64 decoding error",
     ),
-    "another schema": (lambda line: line.update(schema_version=3), "must be a recording of schema 4, got 3"),
+    "another schema": (lambda line: line.update(schema_version=3), "must be a recording of schema 4 or 5, got 3"),
 }
 
 

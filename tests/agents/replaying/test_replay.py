@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from agents.recording import EpisodeRecord, Manifest, Recording
-from agents.recording.schema import ImageRecord
 from agents.recording.selection import SelectionConfig, select_episodes
+from agents.recording.stream_schema import ImageRecord
 from agents.replay import ReplayConfig, open_all, replay_all, run
 from agents.replaying.difference import MAX_KEPT, Difference, differences, is_same, shortened
 from agents.replaying.report import kinds

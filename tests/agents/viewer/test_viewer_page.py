@@ -38,11 +38,14 @@ from tests.agents.viewer.page_runs import (
 )
 from tests.browsers import browser as browser  # skips where there is none
 from tests.browsers import expect
+from tests.windowed import windowed_recording
 
 pytestmark = pytest.mark.alone  # a browser beside other tests is slower than its waits
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Dialog, Page
+
+    from agents.rendering.renderer import Renderer
 
 WAIT_MS = 20_000
 
@@ -353,6 +356,49 @@ def test_the_first_observation_is_shown_before_the_first_turn(visit: Open, tmp_p
         said = made.page.locator(".beside-body > .beside-said")
         expect(said).to_have_text(["It is noon.", "It is noon.", "It is one."])
         assert said.evaluate_all("all => all.map(each => each.matches('.is-same'))") == [False, True, False]
+
+
+def test_streams_stand_as_a_tree_with_what_left_the_history_and_their_own_tokens(
+    visit: Open, tmp_path: Path, renderer: Renderer, checkpoint: Path
+) -> None:
+    # The test's thread has the event loop of the browser.
+    with ThreadPoolExecutor() as pool:
+        pool.submit(windowed_recording, tmp_path / "episodes", renderer, str(checkpoint)).result()
+    export(tmp_path / "page.html", [Source(tmp_path)])
+    made = visit(address=f"file://{tmp_path / 'page.html'}", fragment="#/episode/train-0-0")
+    page = made.page
+    tree = page.locator(".stream-tree li")
+    left = "without 1 message and 1 image of it"
+    expect(tree).to_have_text(
+        [
+            "stream 1turns 1 to 2",
+            f"stream 2turn 3from stream 1, {left}",
+            f"stream 3turn 4from stream 2, {left}",
+        ]
+    )
+    assert tree.evaluate_all("all => all.map(each => each.style.marginLeft)") == ["0px", "12px", "24px"]
+    # Turns stay in the order of play; each branch stands before the turn that it begins with.
+    order = page.locator(".conversation > *").evaluate_all("all => all.map(each => each.className)")
+    assert order == ["message user", "turn", "turn", "branch", "turn", "branch", "turn"]
+    branch = page.locator(".branch").first
+    expect(branch).to_contain_text(f"Stream 2 from stream 1, {left}")
+    branch.locator("summary").click()
+    expect(branch.locator(".message img")).to_have_count(1)
+    # The tokens of a later stream are its own: its model tokens are those of its turn.
+    branch.get_by_role("link", name="Stream 2").click()
+    expect(page.locator(".segment.is-model .segment-label span").first).to_have_text("turn 3")
+    expect(page.locator(".segment.is-model")).to_have_count(1)
+    expect(page.locator(".tokens .fold img")).to_have_count(2)
+    assert made.fragment == "#/episode/train-0-0?color=mask&stream=2"
+    page.locator(".stream-tree").get_by_role("button", name="stream 3").click()
+    expect(page.locator(".segment.is-model .segment-label span").first).to_have_text("turn 4")
+    page.keyboard.press("3")
+    expect(page.locator(".gap-value").first).to_have_text("0.125")
+    page.keyboard.press("[")
+    assert made.fragment == "#/episode/train-0-0?turn=1&color=gap"
+    expect(page.locator(".stream-tree [aria-pressed=true]")).to_have_text("stream 1")
+    made.go("#/episodes")
+    expect(page.locator(".table-head")).to_contain_text("streams")
 
 
 def test_the_verdict_of_a_judge_is_shown_with_its_number(visit: Open, tmp_path: Path) -> None:
