@@ -32,8 +32,8 @@ class TrainingSample:
     micro-batches and ranks simply add up, however the samples are split. `key` is `Trajectory.key`, and `stream` the
     place in `Trajectory.streams`. The first `prefix_length` tokens, with `num_prefix_images` of the images, are what
     other samples may share: the first stream's prompt, or what a later stream's prompt has in common with it.
-    `turns_T` is the episode's turn of each token, from 1; 0 for tokens that the model did not write. `kept_NK` and
-    `routes_RLK` are those of the stream.
+    `turns_T` is the episode's turn of each token, from 1; 0 for tokens of no turn. `kept_NK` and `routes_RLK` are those
+    of the stream.
     """
 
     ids_T: NDArray[np.int64]

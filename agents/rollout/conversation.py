@@ -39,19 +39,16 @@ LOSS_MARKS = (*_FLAGS, *_WEIGHTS)
 class ConversationStream:
     """A conversation as a trajectory that was never sampled, and the tokens to learn.
 
-    `mask_T` is True on the tokens of the assistant's turns to learn, the closing token included. `turns_T` is the
-    number of the turn of each such token, from 1, and 0 elsewhere.
+    `mask_T` is True on the tokens of the assistant's turns to learn, the closing token included.
 
     Example: a prompt of 4 tokens, a turn of 3 that is not to be learnt, 2 tokens between, a turn of 2::
 
         ids_T       p p p p m m m e e m m
         mask_T      0 0 0 0 0 0 0 0 0 1 1
-        turns_T     0 0 0 0 0 0 0 0 0 2 2
     """
 
     trajectory: Trajectory
     mask_T: NDArray[np.bool_]
-    turns_T: NDArray[np.int64]
 
     @property
     def ids_T(self) -> NDArray[np.int64]:
@@ -216,12 +213,9 @@ def _is_learnt(message: Message, where: str) -> bool:
 def _with_mask(trajectory: Trajectory, learnt: list[bool]) -> ConversationStream:
     """Add the loss mask; `learnt` says of each turn whether it is to be learnt."""
     mask_T = np.zeros_like(trajectory.mask_T)
-    turns_T = np.zeros(len(trajectory.ids_T), dtype=np.int64)
-    for number, (turn, is_learnt) in enumerate(zip(trajectory.turns, learnt, strict=True), 1):
-        if is_learnt:
-            mask_T[turn.start : turn.end] = True
-            turns_T[turn.start : turn.end] = number
-    return ConversationStream(trajectory, mask_T, turns_T)
+    for turn, is_learnt in zip(trajectory.turns, learnt, strict=True):
+        mask_T[turn.start : turn.end] = is_learnt
+    return ConversationStream(trajectory, mask_T)
 
 
 def _check_order(messages: tuple[Message, ...], where: str, tool_format: ToolFormat) -> None:

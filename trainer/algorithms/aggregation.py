@@ -1,6 +1,6 @@
 """Weights the losses of a step's tokens, so that their sum is the step's loss.
 
-Legend: S samples of an optimizer step, on all ranks together.
+Legend: S episodes of an optimizer step, on all ranks together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from trainer.config.algorithm import AggregationName
 
-#: (lengths in tokens, all above 0; the constant) -> the weight of each token of each sample.
+#: (lengths in tokens, all above 0; the constant) -> the weight of each token of each episode.
 AGGREGATIONS: Mapping[AggregationName, Callable[[NDArray[np.float64], int], NDArray[np.float64]]] = {
     "token-mean": lambda lengths_S, _: np.full_like(lengths_S, 1 / lengths_S.sum()),
     "seq-mean-token-mean": lambda lengths_S, _: 1 / (len(lengths_S) * lengths_S),
@@ -22,16 +22,17 @@ AGGREGATIONS: Mapping[AggregationName, Callable[[NDArray[np.float64], int], NDAr
 
 
 def token_weights(lengths_S: Sequence[int], mode: AggregationName, constant: int) -> NDArray[np.float64]:
-    """Return the weight that each model token of sample s gets in the optimizer step's loss.
+    """Return the weight that each model token of episode s gets in the optimizer step's loss.
 
-    - `token-mean`: 1 / sum(len). Every token counts the same, long samples more. DAPO, arXiv 2503.14476, section 3.3.
-    - `seq-mean-token-mean`: 1 / (S len_s). Every sample counts the same. GRPO, arXiv 2402.03300, eq. 3.
+    - `token-mean`: 1 / sum(len). Every token counts the same, long episodes more. DAPO, arXiv 2503.14476, section 3.3.
+    - `seq-mean-token-mean`: 1 / (S len_s). Every episode counts the same. GRPO, arXiv 2402.03300, eq. 3.
     - `seq-mean-token-sum`: 1 / S. The gradient of the mean of sequence log-probs, as in REINFORCE and RLOO.
     - `constant`: 1 / (S constant). The same in units of `constant` tokens. Dr. GRPO, arXiv 2503.20783, section 3.
 
-    `lengths_S` counts the model tokens of all samples of the step on all ranks. The denominators are thus global, and
-    the step's loss is the sum of weight times token loss, however samples are split into micro-batches or ranks.
-    A sample without tokens (length 0) has weight 0 and does not count in S, as if it had not been sampled.
+    `lengths_S` counts the model tokens of all episodes of the step on all ranks, each over all of its streams. The
+    denominators are thus global, and the step's loss is the sum of weight times token loss, however episodes are cut
+    into streams, and these split into micro-batches or ranks. An episode without tokens (length 0) has weight 0 and
+    does not count in S, as if it had not been sampled.
 
     Raises:
         ValueError: the mode is `constant`, and the constant is not positive.

@@ -6,7 +6,7 @@ log-probs before the step's first update, have no gradient, and multiply only th
 If the difference of log-probs is NaN (the engine could not score the token, for instance), the token has weight 0; in
 `mis`, its whole sample has. For an infinite difference, the formula gives the weight: 0 or the cap.
 
-Legend: N model tokens of a micro-batch, S samples.
+Legend: N model tokens of a micro-batch, S samples, each of them one token stream.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def mis(tokens: ModelTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Return R, the product of a sample's r, for all its tokens, or 0 if R is out of bounds, and whether it was.
 
     The bounds are `correction_low` and `correction_high`. Sequence-level masked importance sampling: Liu, Li et al.,
-    "When speed kills stability" (2025). R is the probability ratio of the whole sequence, not a geometric mean, so its
+    "When speed kills stability" (2025). R is the probability ratio of the whole stream, not a geometric mean, so its
     spread grows with the length. The authors bound R only from above: `correction_low` = 0.
 
     Example: a sample of two tokens with r = 2 and 1.5 has R = 3: weight 3 for both up to `correction_high` 5, above

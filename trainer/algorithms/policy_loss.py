@@ -2,7 +2,7 @@
 
 To add a policy loss: write a function like `ppo`, add it to `POLICY_LOSSES` and its name to `PolicyLossName`.
 
-Legend: N model tokens of a micro-batch, S samples. Log-probs are in nats.
+Legend: N model tokens of a micro-batch, S samples, each of them one token stream. Log-probs are in nats.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ def training_samples(
 
     Broken episodes are left out. So are groups with fewer than two valid episodes, from which nothing can be learnt. A
     group with equal rewards has advantage 0 and stays: as in GRPO, its tokens count in the denominator, and in the
-    step's statistics. A stream without model tokens counts only in the statistics of its group. With
-    `config.mask_truncated`, the same holds for a stream that a limit cut off.
+    step's statistics. An episode without model tokens counts only in the statistics of its group. With
+    `config.mask_truncated`, the same holds for an episode that a limit cut off.
     """
     chosen: list[tuple[Trajectory, Advantage]] = []
     for group, group_advantages in zip(groups, advantages, strict=True):
@@ -126,11 +126,10 @@ def shared_prompt(first: TokenStream, stream: TokenStream, image_token_id: int) 
     for image, other in zip(first.images, stream.images, strict=False):
         if begin == len(placeholders):
             break
-        end = begin + image.num_tokens
-        # Other images may have the same placeholders, and a larger one begins with those of a smaller.
-        if image.digest != other.digest or end > len(placeholders):
+        # Another image may have as many placeholders, or its own begin with them.
+        if image.digest != other.digest:
             return int(placeholders[begin])
-        begin = end
+        begin += image.num_tokens
     return length
 
 

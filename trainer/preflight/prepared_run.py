@@ -76,10 +76,10 @@ class LearnerChecks:
         """Check that images change the log-probs of the text after them: the learner's, or those of `score`."""
         if not self.network.architecture.vision:
             return skipped(f"a {self.network.config.model_type} network takes no images")
-        for episode in self.episodes:
-            if episode.images:
-                stream = Rendered(tuple(episode.ids_T.tolist()), episode.images)
-                return await check_sight(score or self.score, stream, self.context.renderer)
+        for stream in (stream for episode in self.episodes for stream in episode.streams):
+            if stream.images:
+                shown = Rendered(tuple(stream.ids_T.tolist()), stream.images)
+                return await check_sight(score or self.score, shown, self.context.renderer)
         return skipped("none of the first problems shows an image")
 
 

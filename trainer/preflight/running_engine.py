@@ -110,10 +110,11 @@ class EngineChecks:
             return skipped("no episode could be played")
         context = self.prepared.context
         image_token_id = context.facts.image_token_id
+        streams = [stream for t in self.played for stream in t.streams]
         # One with an image, if there is one: encoded images are cached too.
-        trajectory = next((t for t in self.played if t.images), self.played[0])
-        stream = Rendered(tuple(trajectory.ids_T.tolist()), trajectory.images)
-        prompt = stream.ids[: trajectory.prompt_length]
+        chosen = next((stream for stream in streams if stream.images), streams[0])
+        stream = Rendered(tuple(chosen.ids_T.tolist()), chosen.images)
+        prompt = stream.ids[: chosen.prompt_length]
         images = stream.images[: num_images_within(prompt, stream.images, image_token_id)]
         sampling = sampling_params(context.renderer, context.config.rollout.temperature)
         request = GenerateRequest(prompt, images, CACHE_TOKENS, sampling, seed=1)

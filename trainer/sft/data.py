@@ -129,5 +129,5 @@ def training_samples(
     samples: list[TrainingSample] = []
     for stream, weight in zip(streams, weights_S.tolist(), strict=True):
         [sample] = episode_samples(stream.trajectory, 1.0, weight, image_token_id, merge_size)
-        samples.append(replace(sample, mask_T=stream.mask_T, turns_T=stream.turns_T))
+        samples.append(replace(sample, mask_T=stream.mask_T))
     return samples

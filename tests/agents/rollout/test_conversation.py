@@ -102,7 +102,7 @@ def test_the_mask_covers_what_the_assistant_writes_and_what_closes_its_turns(nam
     assert found.num_taught == sum(len(renderer.encoder.encode(text)) for is_taught, text in runs if is_taught)
 
 
-def test_masks_and_turns_token_by_token() -> None:
+def test_masks_token_by_token() -> None:
     renderer = renderer_for("starter")
     found = stream(renderer, QUESTION, {"role": "assistant", "content": "7."}, {"role": "user", "content": "?"}, ANSWER)
     tokens = [renderer.encoder.decode([index]) for index in found.ids_T.tolist()]
@@ -111,9 +111,8 @@ def test_masks_and_turns_token_by_token() -> None:
         "7", ".", "<|im_end|>", "\n", "<|im_start|>", *tokens[start + 5 : start + 9], "<|im_end|>", "\n", "<|im_start|>"
     ]  # fmt: skip
     end = len(tokens) - len(renderer.encoder.encode("\\boxed{68}<|im_end|>"))
-    expected = [1] * 3 + [0] * (end - start - 3) + [2] * (len(tokens) - end)
-    assert found.turns_T.tolist() == [0] * start + expected
-    assert found.mask_T.tolist() == [number > 0 for number in found.turns_T]
+    expected = [1] * 3 + [0] * (end - start - 3) + [1] * (len(tokens) - end)
+    assert found.mask_T.tolist() == [0] * start + expected
     assert "".join(tokens[end:]) == "\\boxed{68}<|im_end|>"
 
 
@@ -212,14 +211,13 @@ def test_turns_that_are_not_to_be_learnt_are_context() -> None:
     assert partly.ids_T.tolist() == taught.ids_T.tolist()
     assert spans(renderer, partly)[-1] == (True, "\\boxed{68}<|im_end|>")
     assert [is_taught for is_taught, _ in spans(renderer, partly)] == [False, True]
-    assert set(partly.turns_T.tolist()) == {0, 2}  # the turn keeps its number
 
 
 @pytest.mark.parametrize("mark", [{"train": False}, {"loss": False}, {"loss_scale": 0}, {"weight": 0}, {"weight": 0.0}])
 def test_the_marks_of_other_trainers_leave_a_turn_out_too_and_never_reach_the_template(mark: dict[str, Any]) -> None:
     renderer = renderer_for("starter")
     partly = stream(renderer, {**QUESTION, **mark}, calls(**mark), RESULT, ANSWER)
-    assert set(partly.turns_T.tolist()) == {0, 2}
+    assert [is_taught for is_taught, _ in spans(renderer, partly)] == [False, True]
     assert partly.ids_T.tolist() == stream(renderer, QUESTION, calls(), RESULT, ANSWER).ids_T.tolist()
     assert all(set(message) <= {"role", "content", "name"} for message in partly.trajectory.messages)
 
@@ -228,7 +226,7 @@ def test_the_marks_of_other_trainers_leave_a_turn_out_too_and_never_reach_the_te
 def test_a_turn_that_is_marked_as_learnt_is_learnt(mark: dict[str, Any]) -> None:
     renderer = renderer_for("starter")
     marked = stream(renderer, QUESTION, calls(**mark), RESULT, ANSWER)
-    assert marked.turns_T.tolist() == stream(renderer, QUESTION, calls(), RESULT, ANSWER).turns_T.tolist()
+    assert marked.mask_T.tolist() == stream(renderer, QUESTION, calls(), RESULT, ANSWER).mask_T.tolist()
 
 
 def test_images_of_user_and_tool_stand_in_order_as_often_as_they_have_tokens() -> None:

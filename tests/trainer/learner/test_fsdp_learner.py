@@ -294,7 +294,7 @@ def test_the_trainers_log_probs_come_back_by_sample(
     named = [replace(s, key=(number, 0, 0), advantage=0.0 if number % 2 else 1.0) for number, s in enumerate(on_policy)]
     learner = FSDPLearner(fresh_model(checkpoint), params, 1, OptimConfig(lr=0.01, epochs=epochs))
     stats = learner.step([named[part::num_minibatches] for part in range(num_minibatches)])
-    assert stats.logprobs.keys() == {s.key for s in named}
+    assert stats.logprobs.keys() == {(*s.key, 0) for s in named}
     for s in named:
         np.testing.assert_allclose(stats.logprobs[*s.key, s.stream], s.logprobs_T[s.mask_T], atol=2e-5)
     assert "logprobs" not in stats.row()
@@ -310,7 +310,7 @@ def test_an_update_on_text_beside_one_on_images_counts_nothing_of_its_filler(
     learner = FSDPLearner(PolicyModel.load(checkpoint), params, 1, OPTIM.model_copy(update={"lr": 1e-30}))
     stats = learner.step([text, imaged])
     assert stats.num_tokens == sum(int(s.mask_T.sum()) for s in named)
-    assert stats.logprobs.keys() == {s.key for s in named}
+    assert stats.logprobs.keys() == {(*s.key, 0) for s in named}
     assert stats.rollout_train_kl < 1e-8
     assert stats.objective["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
 

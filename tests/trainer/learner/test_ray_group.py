@@ -274,10 +274,10 @@ def test_a_group_takes_empty_shares_and_names_the_rank_that_fails(
         scored = group.score([5, 6, 7, 8], ())
         text = replace(sample_of(1, 1, prefix=2), positions_3T=np.tile(np.arange(3), (3, 1)))
         assert group.step([[]]).num_tokens == 0
-        other = replace(text, ids_T=text.ids_T + 1, key=(1, 0, 0))  # another prompt, for the other rank
+        other = replace(text, ids_T=text.ids_T + 1, stream=1)  # another prompt, for the other rank
         stats = group.step([[text, other]])
         assert stats.num_tokens == 2 and group.steps_done == 2
-        assert {key: len(found) for key, found in stats.logprobs.items()} == {(0, 0, 0): 1, (1, 0, 0): 1}
+        assert {key: len(found) for key, found in stats.logprobs.items()} == {(0, 0, 0, 0): 1, (0, 0, 0, 1): 1}
         after = group.weights()
         assert any(not torch.equal(after[name], before[name]) for name in before)
         assert np.abs(group.score([5, 6, 7, 8], ()) - scored).max() > 0
