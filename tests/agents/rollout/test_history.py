@@ -98,7 +98,8 @@ def assert_exact(renderer: Renderer, t: Trajectory) -> None:
         assert broken_invariant(stream, Vocabulary.of(renderer)) is None
         assert template_mismatch(stream, renderer) is None
         assert stream.mask_T.tolist() == mask_T.tolist()
-        prompt = renderer.prompt(stream.messages[: stream.num_opening], stream.tools, stream.num_given)
+        shown = [dict(message) for message in stream.messages[: stream.num_opening]]
+        prompt = renderer.prompt(shown, stream.tools, stream.num_given)
         assert stream.ids_T[: stream.prompt_length].tolist() == list(prompt.ids)
 
 
