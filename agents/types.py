@@ -443,6 +443,16 @@ class Trajectory:
         return messages_before_turns(self.messages, self.num_prompt_messages, observations)
 
     @property
+    def conversation(self) -> tuple[Mapping[str, Any], ...]:
+        """All that was said, in the order of play, also what left the history; of one stream, its messages."""
+        if not self.later:
+            return self.messages
+        said = [*self.opening]
+        for turn in self.turns:
+            said += [{"role": "assistant", "content": turn.text}, *turn.observations]
+        return tuple(said)
+
+    @property
     def key(self) -> tuple[int, int, int]:
         """Group, sample and attempt, which identify the trajectory among all of one phase."""
         return self.group, self.sample_index, self.attempt

@@ -145,8 +145,8 @@ class Gallery:
     folder: Path
     stem: str
     saved: list[str] = field(default_factory=list)
-    #: What is said of an image, by the hash of its pixels: a later stream shows it again.
-    by_digest: dict[str, str] = field(default_factory=dict)
+    #: The same by the hash of the pixels: a later stream shows images again.
+    by_digest: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Remember where the folder is: code of the environment may change the working directory."""
@@ -170,7 +170,7 @@ class Gallery:
                 raise UserError("--images", "must be writable", str(self.folder), fix) from error
             shown = f"{self.folder / name} {image.width}x{image.height}"
             self.saved.append(shown)
-            self.by_digest.setdefault(image_digest(image.convert("RGB")), shown)
+            self.by_digest.setdefault(image_digest(image.convert("RGB")), []).append(shown)
 
 
 class _ObservedEnv(Wrapper):
@@ -261,11 +261,16 @@ class TerminalPlayer:
 
     def _new_text(self, request: GenerateRequest) -> str:
         """Return the part of the stream that was not shown yet, with the names of images for their placeholders."""
+        digests = [image.digest for image in request.images]
 
         def name(num_tokens: int) -> str:
-            image = request.images[self._num_images]
+            digest = digests[self._num_images]
+            place = digests[: self._num_images].count(digest)
             self._num_images += 1
-            return f"[{self.gallery.by_digest.get(image.digest, 'an image')}, {num_tokens} tokens]"
+            # Of equal images, those that left the history are the earlier ones.
+            names = self.gallery.by_digest.get(digest, ["an image"])[-digests.count(digest) :]
+            # Code that edits the history may show one image several times.
+            return f"[{names[min(place, len(names) - 1)]}, {num_tokens} tokens]"
 
         return self.renderer.shown(request.ids[self._num_read :], name).strip("\n")
 

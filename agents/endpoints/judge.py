@@ -167,7 +167,8 @@ class ModelJudge(Judge):
                 raise EnvFault(f"the reward function {self.name} gives no verdict: {fault}") from None
 
     def _body(self, trajectory: Trajectory) -> Message:
-        messages = [_shown(message) for message in trajectory.messages if message["role"] != "system"]
+        said = trajectory.conversation
+        messages = [_shown(message) for message in said if message["role"] != "system"]
         opening = [bare_text(message) for message in trajectory.opening if message["role"] != "system"]
         fields = {
             "question": "\n\n".join(opening),
@@ -176,7 +177,7 @@ class ModelJudge(Judge):
             "conversation": json.dumps(messages, ensure_ascii=False, indent=1),
             "label": str(trajectory.label or ""),
         }
-        return self.config.body(fields, message_images([*map(dict, trajectory.messages)]))
+        return self.config.body(fields, message_images(said))
 
     async def _probe(self) -> None:
         few = self.config.model_copy(update={"max_retries": min(1, self.config.max_retries)})

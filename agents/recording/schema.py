@@ -17,11 +17,12 @@ Legend: T tokens of one stream, N those of them that the model wrote, R those of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, ValidationError, field_validator
 
 from agents.recording.stream_schema import (
@@ -179,16 +180,19 @@ class EpisodeRecord(StreamBase):
     def streams_of(self, turns: Sequence[Turn], said: Sequence[Mapping[str, Any]]) -> tuple[TokenStream, ...]:
         """Return all token streams, made of these turns and messages; the images have no pixels."""
         num_opening = len(self.opening)
-        own = [[turn for turn in turns if turn.stream == number] for number in range(1 + len(self.later))]
+        own = defaultdict[int, list[Turn]](list)
+        for turn in turns:
+            own[turn.stream].append(turn)
         messages = said[: len(self.messages)]
-        first = self.token_stream(self.ids_T, self.mask_T, own[0], messages, num_opening, num_opening)
-        later = (stream.of_turns(turns, said) for stream, turns in zip(self.later, own[1:], strict=True))
-        return (first, *later)
+        ids_T = np.array(self.ids, dtype=np.int64)
+        mask_T = np.frombuffer(bytearray(self.mask), dtype=np.bool_)
+        first = self.token_stream(ids_T, mask_T, own[0], messages, num_opening, num_opening)
+        return (first, *(stream.of_turns(own[number], said) for number, stream in enumerate(self.later, 1)))
 
     @property
     def all_logprobs(self) -> tuple[float | None, ...]:
         """The engine's log-probs of all model tokens, stream after stream, as in `ScoreRecord`."""
-        return sum((stream.logprobs for stream in self.later), self.logprobs)
+        return tuple(chain(self.logprobs, *(stream.logprobs for stream in self.later)))
 
     @property
     def num_tokens(self) -> int:
@@ -201,21 +205,6 @@ class EpisodeRecord(StreamBase):
     def num_model_tokens(self) -> int:
         """Tokens that the model wrote."""
         return sum(turn.num_tokens for turn in self.turns)
-
-    @property
-    def ids_T(self) -> NDArray[np.int64]:
-        """The token ids as an array."""
-        return np.array(self.ids, dtype=np.int64)
-
-    @property
-    def mask_T(self) -> NDArray[np.bool_]:
-        """The mask as an array."""
-        return np.frombuffer(bytearray(self.mask), dtype=np.bool_)
-
-    @property
-    def logprobs_T(self) -> NDArray[np.float32]:
-        """The engine's log-prob of every token: 0 where the model did not write, NaN where the engine gave none."""
-        return self.spread(self.mask_T)
 
 
 class OutcomeRecord(Record):

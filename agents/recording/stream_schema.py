@@ -153,30 +153,6 @@ class StreamBase(Record):
             raise ValueError(f"kept has {len(self.kept)} bytes for {len(self.logprobs)} tokens")
         return self
 
-    @property
-    def kept_NK(self) -> NDArray[np.int32] | None:
-        """The ids that each token of the model was drawn from; None where that was the whole vocabulary."""
-        if not self.kept:
-            return None
-        return np.frombuffer(self.kept, dtype="<i4").reshape(len(self.logprobs), -1)
-
-    @property
-    def routes_RLK(self) -> NDArray[np.uint8 | np.uint16] | None:
-        """The experts of the first R tokens; None unless they were recorded."""
-        if self.routes is None:
-            return None
-        return self.routes.array
-
-    def spread(self, mask_T: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """Return the engine's log-prob of every token: 0 outside the mask, NaN where the engine gave none."""
-        logprobs_T = np.zeros(len(mask_T), dtype=np.float32)
-        # Another number breaks a rule of the record, which is told elsewhere.
-        if len(self.logprobs) != np.count_nonzero(mask_T):
-            return logprobs_T
-        with np.errstate(over="ignore"):  # a number beyond float32 becomes infinite, which breaks a rule
-            logprobs_T[mask_T] = [np.nan if x is None else x for x in self.logprobs]
-        return logprobs_T
-
     def token_stream(
         self,
         ids_T: NDArray[np.int64],
@@ -186,19 +162,30 @@ class StreamBase(Record):
         num_opening: int,
         num_given: int,
     ) -> TokenStream:
-        """Return the stream; its images are the records of them, without pixels."""
+        """Return the stream; its images are the records of them, without pixels.
+
+        Log-probs are 0 outside the mask, NaN where the engine gave none.
+        """
+        logprobs_T = np.zeros(len(mask_T), dtype=np.float32)
+        # Another number breaks a rule of the record, which is told elsewhere.
+        if len(self.logprobs) == np.count_nonzero(mask_T):
+            with np.errstate(over="ignore"):  # a number beyond float32 becomes infinite, which breaks a rule
+                logprobs_T[mask_T] = [np.nan if x is None else x for x in self.logprobs]
+        kept_NK = None
+        if self.kept:
+            kept_NK = np.frombuffer(self.kept, dtype="<i4").reshape(len(self.logprobs), -1)
         return TokenStream(
             ids_T=ids_T,
             mask_T=mask_T,
-            logprobs_T=self.spread(mask_T),
+            logprobs_T=logprobs_T,
             images=self.images,  # type: ignore[arg-type]
             turns=tuple(turns),
             prompt_length=self.prompt_length,
             messages=tuple(messages),
             num_opening=num_opening,
             num_given=num_given,
-            kept_NK=self.kept_NK,
-            routes_RLK=self.routes_RLK,
+            kept_NK=kept_NK,
+            routes_RLK=self.routes and self.routes.array,
         )
 
 
@@ -221,14 +208,9 @@ class StreamRecord(StreamBase):
             raise ValueError(f"ids has {len(self.ids)} bytes, which are no whole int32")
         return self
 
-    @property
-    def ids_T(self) -> NDArray[np.int64]:
-        """The token ids as an array."""
-        return np.frombuffer(self.ids, dtype="<i4").astype(np.int64)
-
     def of_turns(self, turns: Sequence[Turn], said: Sequence[Mapping[str, Any]]) -> TokenStream:
         """Return the stream with its turns; `said` are the episode's messages."""
-        ids_T = self.ids_T
+        ids_T = np.frombuffer(self.ids, dtype="<i4").astype(np.int64)
         mask_T = np.zeros(len(ids_T), dtype=np.bool_)
         for turn in turns:
             mask_T[turn.start : turn.end] = True

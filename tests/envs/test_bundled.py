@@ -8,12 +8,13 @@ import pytest
 from PIL import Image
 
 from envs.calculator import CalculatorEnv, evaluate
+from envs.contract import checked_messages
 from envs.env import EnvArgs
 from envs.execution.load import load_env
 from envs.geo3k.zoom import Geo3kZoomEnv
 from envs.guess import HIGHEST
 from envs.registry import load_registry
-from envs.types import Sample
+from envs.types import Sample, message_images
 
 ARGS = EnvArgs(max_turns=4)
 
@@ -163,3 +164,24 @@ def test_made_samples_repeat_and_differ_between_splits(env_id: str) -> None:
         for split in ("train", "train", "heldout")
     )
     assert train == again != heldout
+
+
+def test_a_desktop_shows_a_button_and_its_press_earns_a_share_of_the_turns() -> None:
+    spec = load_registry()["desktop"]
+    (asked,) = spec.load_dataset("train", 1, 0)
+    env = load_env(spec)(asked, spec.args(max_turns=8))
+    observation, _ = env.reset()
+    solution = env.solution()
+    rewards = []
+    done = False
+    for text in solution:
+        (image,) = message_images(checked_messages(env.format_observation(observation)))
+        places = [image.getpixel((32 * place + 3, 16)) for place in range(4)]
+        assert places.index((0, 0, 0)) == int(text) - 1
+        # What follows the first button that the text names is not read.
+        observation, done, info = env.step(f"I press {text}, not {5 - int(text)}.")
+        rewards.append(info["reward"])
+    assert done and sum(rewards) == 1.0 and len(solution) == 8
+    env = load_env(spec)(asked, spec.args(max_turns=8))
+    env.reset()
+    assert env.step("none")[2] == {"pressed": False, "reward": 0.0}

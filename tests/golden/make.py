@@ -30,7 +30,7 @@ from envs.spec import EnvLimits, EnvSpec
 from envs.types import Sample, private
 
 FOLDER = Path(__file__).parent
-ENVS = ("geo3k", "geo3k_single", "geo3k_zoom", "calculator", "guess", "coins", "frozen_lake")
+ENVS = ("geo3k", "geo3k_single", "geo3k_zoom", "calculator", "guess", "coins", "desktop", "frozen_lake")
 NUM_SAMPLES = 3
 CONTEXT_LENGTH = 4096
 #: Tokens after the prompt, by way.
@@ -79,6 +79,7 @@ def make_episode(renderer: Renderer, spec: EnvSpec, line: Line) -> Episode:
         renderer,
         Limits(spec.max_turns, BUDGETS[line.way], EnvLimits.of(spec), check_template_every=1),
         SamplingParams(stop_ids=renderer.stop_ids, suppressed_ids=renderer.suppressed_ids),
+        history=spec.history,
     )
 
 

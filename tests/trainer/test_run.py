@@ -208,7 +208,8 @@ def test_every_bundled_environment_trains(env_id: str, checkpoint: Path, tmp_pat
     assert not {"env_error", "env_timeout", "invalid_stream"} & summary["end_reasons"].keys()
     spec = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (spec["id"], spec["max_turns"]) == (env_id, load_registry()[env_id].max_turns)
-    others = {"geo3k_single": {"no_tools"}, "guess": {"no_tools"}, "coins": {"no_tools"}, "frozen_lake": {"with_tool"}}
+    without_tools = ("geo3k_single", "guess", "coins", "desktop")
+    others = {"frozen_lake": {"with_tool"}, **{name: {"no_tools"} for name in without_tools}}
     expected = others.get(env_id, {"with_tool", "without_tool"})
     assert set(summary["mean_reward_after"]) == expected
 

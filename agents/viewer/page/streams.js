@@ -1,6 +1,6 @@
 /* The token streams of an episode: the turns, messages and log-probs of each, and the stream that it branches from. */
 
-const MOST_BEFORE = 64;
+const MOST_BEFORE = 16;
 
 /* [{number, record, turns: [[number, turn]], messages, opening, train, origin, left}]. A later stream continues an
    earlier one, its origin, without the messages `left`; null where it shares no message with one. */

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -338,3 +341,25 @@ def test_ctrl_c_ends_the_episode_while_a_turn_is_waited_for(tmp_path: Path) -> N
         _, _, after = playing.output("stdout").partition("\n--- turn 1")[2].partition("\n")
         assert after == "--- interrupted\n"
         assert "Traceback" not in playing.output("stderr")
+
+
+def test_a_person_sees_the_whole_prompt_of_each_stream_where_the_history_is_cut(
+    play: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    entry = {
+        "entry_point": "envs.geo3k.zoom:Geo3kZoomEnv",
+        "description": "Zoom with a window.",
+        "dataset": "starter.textbook.problems:TextbookGeo3k",
+        "history": {"keep_images": 1},
+        "max_turns": 4,
+    }
+    (tmp_path / "registry.yaml").write_text(json.dumps({"window": entry}))
+    zooms = [f':call zoom {{"left": 0, "top": 0, "right": {right}, "bottom": 500}}\n.\n' for right in (400, 600)]
+    code, shown = play("".join([*zooms, "\\boxed{1}\n.\n"]), "--env", "window", "--registry", "registry.yaml")
+    assert code == 0
+    begun = shown.split("--- the history is cut: from here on the model sees this\n")
+    assert len(begun) == 2
+    cut, _ = begun[1].split("--- turn 3")
+    assert cut.startswith("<|im_start|>") and "(an earlier image)" in cut
+    assert re.findall(r"window-0-(\w+)-1.png", cut) == ["prompt", "turn2"]
+    assert "in 2 streams" in begun[1]

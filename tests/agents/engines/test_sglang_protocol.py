@@ -874,6 +874,22 @@ def test_a_session_whose_server_is_lost_goes_on_at_another() -> None:
     assert with_engine(play, 2, generate=[500]) == (4,)
 
 
+def test_a_session_that_goes_on_in_a_new_stream_sends_that_stream_alone_to_its_server() -> None:
+    async def play(engine: SGLangEngine, *scripts: Script) -> Any:
+        first = GenerateRequest((1, PAD, PAD, 2), (processed("a"),), 4, SamplingParams(), seed=1)
+        later = GenerateRequest((1, 5, PAD, PAD, 6), (processed("b", seed=1),), 4, SamplingParams(), seed=2, stream=1)
+        async with engine.session() as session:
+            done = [await session.generate(first), await session.generate(later)]
+        bodies = [script.bodies("generate") for script in scripts if script.bodies("generate")]
+        return done, bodies
+
+    answers = [written(4, finish="stop", prompt=4), written(7, finish="stop", prompt=5)]
+    done, (bodies,) = with_engine(play, generate=answers)
+    assert [(each.ids, each.prompt_length) for each in done] == [((4,), 4), ((7,), 5)]
+    assert [body["input_ids"] for body in bodies] == [[1, PAD, 2], [1, 5, PAD, 6]]
+    assert [len(body["mm_hashes"]) for body in bodies] == [1, 1]
+
+
 def test_a_pause_ends_what_every_server_writes_and_returns_once_nothing_is_written() -> None:
     async def play(engine: SGLangEngine, one: Script, other: Script) -> Any:
         writing = asyncio.create_task(write(engine, asked()))

@@ -53,7 +53,7 @@ def test_the_stream_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert [(t["start"], t["end"]) for t in line["turns"]] == [(1, 2), (3, 4)]
     recording = Recording.open(tmp_path)
     (episode,) = recording.episodes()
-    assert episode.logprobs_T.tolist() == [0, -0.25, 0, -1.5]
+    assert episode.streams[0].logprobs_T.tolist() == [0, -0.25, 0, -1.5]
     outcome, score = recording.outcomes()["train-12-3"], recording.scores()["train-12-3"]
     assert (outcome.step, outcome.fate, outcome.advantage) == (3, "train", -0.7)
     assert (score.step, score.logprobs) == (3, (-0.5, -1.0))

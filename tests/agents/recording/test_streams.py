@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +18,12 @@ import pytest
 from agents.recording import EPISODES, MANIFEST, EpisodeRecord, Recorder, Recording
 from agents.recording.gzip_lines import GzipLines
 from agents.recording.recorder import _written
+from agents.recording.stream_check import broken_record
 from agents.rendering.renderer import Renderer
 from agents.types import TokenStream
 from envs.errors import UserError
+from envs.types import message_images
+from tests.golden.make import FOLDER
 from tests.recordings import lines_of
 from tests.windowed import windowed_episode, windowed_recording
 
@@ -33,6 +37,13 @@ def test_the_script_cuts_its_history_twice(renderer: Renderer) -> None:
     t, _ = windowed_episode(renderer)
     assert (t.end_reason.value, t.error, t.reward) == ("completed", None, 1.0)
     assert [turn.stream for turn in t.turns] == [0, 0, 1, 2]
+
+
+def test_the_conversation_of_cut_streams_is_whole_and_in_the_order_of_play(renderer: Renderer) -> None:
+    t, _ = windowed_episode(renderer)
+    assert [message["role"] for message in t.conversation] == ["user", *["assistant", "tool"] * 3, "assistant"]
+    assert len(message_images(t.conversation)) == 4
+    assert replace(t, later=()).conversation is t.messages
 
 
 def same_stream(one: TokenStream, other: TokenStream) -> bool:
@@ -148,6 +159,27 @@ def test_messages_that_had_to_go_are_named_by_no_stream(monkeypatch: pytest.Monk
     assert cut["later"] == [{"said": [], "num_opening": 0, "num_given": 0}]
 
 
-def test_a_line_of_schema_4_is_one_without_later_streams() -> None:
-    fields = EpisodeRecord.model_fields
-    assert (fields["later"].default, fields["later_messages"].default) == ((), ())
+def test_a_folder_of_schema_4_is_read_as_it_was_and_continued(recorded: tuple[Recording, Any], tmp_path: Path) -> None:
+    shutil.copytree(FOLDER / "guess", tmp_path / "guess")
+    before = Recording.open(tmp_path / "guess")
+    old = list(before.episodes())
+    assert {(episode.schema_version, episode.later, episode.later_messages) for episode in old} == {(4, (), ())}
+    with Recorder(tmp_path / "guess", before.manifest) as recorder:
+        recorder.write(recorded[1], step=1)
+    now = Recording.open(tmp_path / "guess")
+    *same, new = now.episodes()
+    assert same == old
+    assert (now.manifest.schema_version, new.schema_version, len(new.streams)) == (5, 5, 3)
+
+
+def test_very_many_streams_are_checked_in_time_that_grows_with_them(recorded: tuple[Recording, Any]) -> None:
+    (line,) = lines_of(recorded[0].folder / EPISODES)
+    count = 20_000
+    line["later"] = [line["later"][0]] * count
+    line["turns"] = [*line["turns"][:2], *({**line["turns"][2], "stream": number + 1} for number in range(count))]
+    episode = EpisodeRecord.model_validate(line)
+    started = time.perf_counter()
+    assert broken_record(episode) is None
+    assert len(episode.all_logprobs) == len(episode.logprobs) + count * len(episode.later[0].logprobs)
+    # One pass over all turns for each stream would take minutes.
+    assert time.perf_counter() - started < 30

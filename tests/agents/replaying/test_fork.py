@@ -158,7 +158,7 @@ def test_a_fork_has_the_recorded_tokens_up_to_its_turn_and_no_others_after_it(
     assert told == []
     assert trajectory.ids_T[:start].tolist() == list(episode.ids[:start])
     assert trajectory.mask_T[:start].tolist() == [bool(each) for each in episode.mask[:start]]
-    assert np.array_equal(trajectory.logprobs_T[:start], episode.logprobs_T[:start])
+    assert np.array_equal(trajectory.logprobs_T[:start], episode.streams[0].logprobs_T[:start])
     assert [t.versions for t in trajectory.turns[:turn]] == [t.versions for t in episode.turns[:turn]]
     assert [t.text for t in trajectory.turns] == [*(t.text for t in episode.turns[:turn]), "11"]
     assert renderer.decode(trajectory.ids_T[start:].tolist()) == "11"
@@ -410,7 +410,7 @@ def test_the_same_weights_write_what_they_had_written(command, checkpoint: Path,
     command("--id", recorded.id, "--fork", "2", *model, "--record", "second", run_folder=tmp_path / "first")
     (repeated,) = Recording.open(tmp_path / "second").episodes()
     assert repeated.ids == recorded.ids and len(recorded.turns) == 3
-    assert np.allclose(repeated.logprobs_T, recorded.logprobs_T, atol=1e-5)
+    assert np.allclose(repeated.streams[0].logprobs_T, recorded.streams[0].logprobs_T, atol=1e-5)
 
 
 def test_several_continuations_are_counted_beside_what_was_recorded(command, checkpoint: Path, tmp_path: Path) -> None:

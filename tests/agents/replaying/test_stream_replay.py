@@ -50,7 +50,7 @@ def _changed(episode: EpisodeRecord, number: int, **change: object) -> EpisodeRe
 def test_a_difference_says_which_stream_it_is_in(recorded: tuple[Recording, Any], renderer: Renderer) -> None:
     recording, _ = recorded
     (episode,) = recording.episodes()
-    ids_T = episode.later[1].ids_T.astype("<i4")
+    ids_T = episode.streams[2].ids_T.astype("<i4")
     ids_T[5] += 1
     (found,) = replayed(recording, renderer, _changed(episode, 1, ids=ids_T.tobytes()))
     assert (found.kind, found.where) == ("tokens", "turn 4 stream 3 token 5")

@@ -119,6 +119,7 @@ def test_every_figure_of_the_overview_is_that_of_the_recording(tmp_path: Path) -
         "end_reason": ["env_error", "completed"],
         "error": ["ValueError: no", ""],
         "num_turns": [0, 2],
+        "num_streams": [1, 1],
         "num_tokens": [2, 6],
         "num_model_tokens": [0, 3],
         "num_tool_calls": [0, 2],

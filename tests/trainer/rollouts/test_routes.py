@@ -74,7 +74,7 @@ def test_every_episode_of_a_run_has_the_experts_that_its_engine_chose(recorded: 
     rows = metrics_of(recorded)
     assert all(row["rollout_train_kl"] < 1e-8 and row["grad_norm"] > 0 for row in rows)
     for episode in Recording.open(recorded).episodes():
-        routes = episode.routes_RLK
+        routes = episode.streams[0].routes_RLK
         assert routes is not None and routes.shape == (episode.turns[-1].end - 1, SHAPE.num_layers, SHAPE.top_k)
         assert (np.sort(routes)[..., 0] != np.sort(routes)[..., 1]).all() and routes.max() < SHAPE.num_experts
 
