@@ -120,7 +120,7 @@ class Step:
     loss: float
     grad_norm: float
     entropy: float
-    logprobs: dict[tuple[int, int, int], Any]
+    logprobs: dict[tuple[int, int, int, int], Any]
     weights: dict[str, Any]
 
 

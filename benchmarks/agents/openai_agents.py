@@ -1,16 +1,19 @@
 """An agent of openai-agents, which has a loop of its own: looks at parts of a diagram, then answers."""
 
 import base64
+import importlib
 import io
 import json
 import sys
+from typing import Any
 
 from openai import AsyncOpenAI
 from PIL import Image
 
-from agents import Agent, OpenAIChatCompletionsModel, Runner, ToolOutputImage, function_tool, set_tracing_disabled
+# The package that pip installs under this name, not ours: this file runs where ours is not.
+theirs: Any = importlib.import_module("agents")
 
-set_tracing_disabled(True)
+theirs.set_tracing_disabled(True)
 task = json.loads(sys.stdin.readline())
 system = next((message["content"] for message in task["messages"] if message["role"] == "system"), None)
 given = [part for message in task["messages"] if isinstance(message["content"], list) for part in message["content"]]
@@ -24,8 +27,8 @@ link = next(part["image_url"]["url"] for part in given if part["type"] == "image
 image = Image.open(io.BytesIO(base64.b64decode(link.partition(",")[2])))
 
 
-@function_tool
-def zoom(left: int, top: int, right: int, bottom: int) -> ToolOutputImage:
+@theirs.function_tool
+def zoom(left: int, top: int, right: int, bottom: int) -> Any:
     """Show a part of the picture enlarged.
 
     Args:
@@ -38,13 +41,13 @@ def zoom(left: int, top: int, right: int, bottom: int) -> ToolOutputImage:
     box = (left * width // 1000, top * height // 1000, right * width // 1000, bottom * height // 1000)
     file = io.BytesIO()
     image.crop(box).resize(image.size).save(file, "PNG")
-    return ToolOutputImage(image_url=f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+    return theirs.ToolOutputImage(image_url=f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
 
 
-agent = Agent(
+agent = theirs.Agent(
     name="reader",
     instructions=system,
     tools=[zoom],
-    model=OpenAIChatCompletionsModel(model="policy", openai_client=AsyncOpenAI()),
+    model=theirs.OpenAIChatCompletionsModel(model="policy", openai_client=AsyncOpenAI()),
 )
-print(Runner.run_sync(agent, [{"role": "user", "content": content}], max_turns=4).final_output)
+print(theirs.Runner.run_sync(agent, [{"role": "user", "content": content}], max_turns=4).final_output)

@@ -28,7 +28,7 @@ def zoom(left: int, top: int, right: int, bottom: int) -> str:
         bottom: lower edge, in thousandths of the height
     """
     width, height = images[0].size
-    box = [left * width // 1000, top * height // 1000, right * width // 1000, bottom * height // 1000]
+    box = (left * width // 1000, top * height // 1000, right * width // 1000, bottom * height // 1000)
     shown.append(images[0].crop(box).resize(images[0].size))
     return "the part is shown"
 
