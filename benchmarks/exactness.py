@@ -132,6 +132,11 @@ class Judge:
             said += [{"role": "assistant", "content": self.tokenizer.decode(ids[:-1])}, *answers]
         return pieces, [self._processed(image)[1] for image in _images(said)]
 
+    def collapsed(self, ids: Sequence[int]) -> list[int]:
+        """Return ids with one placeholder for each image."""
+        pairs = zip([None, *ids], ids, strict=False)
+        return [each for before, each in pairs if not before == each == self.pad]
+
     def _text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> str:
         return self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
 
@@ -167,8 +172,11 @@ def compare(conversation: Mapping[str, Any], built: Mapping[str, Any], judge: Ju
     if "error" in built:
         return counts | {"failed": 1}
     ids = built["ids"]
-    mask = built["mask"]
-    found, turns = _split(ids, mask)
+    found, turns = _split(ids, built["mask"])
+    # Images are compared by themselves: one of another size has more or fewer placeholders.
+    ids = judge.collapsed(ids)
+    found = [judge.collapsed(piece) for piece in found]
+    pieces = [judge.collapsed(piece) for piece in pieces]
     wanted = [each for pair in zip(pieces, conversation["turns"], strict=True) for part in pair for each in part]
     changes = SequenceMatcher(None, wanted, ids, autojunk=False).get_opcodes()
     return counts | {
