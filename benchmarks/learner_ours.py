@@ -73,7 +73,13 @@ def our_step(
     model: PolicyModel, samples: Sequence[TrainingSample], options: Options, device: str, recipe: Recipe = RECIPE
 ) -> Callable[[], StepStats]:
     """Return a function that takes one optimizer step of our learner, with one update."""
-    learner = FSDPLearner(
+    learner = our_learner(model, options, device, recipe)
+    return lambda: learner.step([samples])
+
+
+def our_learner(model: PolicyModel, options: Options, device: str, recipe: Recipe = RECIPE) -> FSDPLearner:
+    """Return our learner with these options."""
+    return FSDPLearner(
         model.to("cpu") if options.offload == "all" else model,
         SamplingParams(),
         num_steps=100,
@@ -97,4 +103,3 @@ def our_step(
         device=device,
         dtype=torch.bfloat16 if device.startswith("cuda") else torch.float32,
     )
-    return lambda: learner.step([samples])

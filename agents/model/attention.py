@@ -52,12 +52,13 @@ class Span:
 class SequenceBatch:
     """Sequences of similar length as one batch.
 
-    `queries_BQ` and `keys_BK` are places in the packed row, padded with 0. `seen_B1QK` is True if a query sees a key.
+    `queries_BQ` and `keys_BK` are places in the packed row, padded with 0. `seen_B1QK` is True if a query sees a key;
+    None where each sees the keys up to its own.
     """
 
     queries_BQ: Tensor
     keys_BK: Tensor
-    seen_B1QK: Tensor
+    seen_B1QK: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +127,8 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     keys, values = (_rows(x, [bucket.keys_BK for bucket in segments.buckets]) for x in (key, value))
     padded = []
     for bucket, q, k, v in zip(segments.buckets, queries, keys, values, strict=True):
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.seen_B1QK, scale=scaling)
+        seen = bucket.seen_B1QK
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling)
         padded.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(padded).index_select(0, segments.bucket_row_T)
 
@@ -284,18 +286,30 @@ def _buckets(
         width_k = max(s.num_keys for s in chosen)
         queries_BQ = np.zeros((len(chosen), width_q), dtype=np.int64)
         keys_BK = np.zeros((len(chosen), width_k), dtype=np.int64)
-        seen_BQK = np.zeros((len(chosen), width_q, width_k), dtype=np.bool_)
-        seen_BQK[:, :, 0] = True  # a padding query that sees nothing would give NaN
         for number, span in enumerate(chosen):
             queries_BQ[number, : span.length] = np.arange(span.start, span.start + span.length)
             # Places of other rows of the bucket stay 0: the mask hides them.
             keys_BK[number, : span.num_keys] = _keys(span)
-            everything = np.ones((span.length, span.num_keys), dtype=np.bool_)
-            seen_BQK[number, : span.length, : span.num_keys] = (
-                np.tril(everything, k=span.prefix_length) if is_causal else everything
-            )
             rows_T[span.start : span.start + span.length] = base + np.arange(span.length)
             base += width_q
-        arrays = (queries_BQ, keys_BK, seen_BQK[:, None])
-        buckets.append(SequenceBatch(*(torch.from_numpy(array).to(device) for array in arrays)))
+        seen_B1QK = None
+        # Without prefixes a query never sees padding: that comes after it. A mask would be quadratic in the length.
+        if not is_causal or any(span.prefix_length for span in chosen):
+            seen_B1QK = torch.from_numpy(_seen(chosen, width_q, width_k, is_causal)).to(device)
+        places = (torch.from_numpy(queries_BQ).to(device), torch.from_numpy(keys_BK).to(device))
+        buckets.append(SequenceBatch(*places, seen_B1QK))
     return tuple(buckets), torch.from_numpy(rows_T).to(device)
+
+
+def _seen(spans: Sequence[Span], width_q: int, width_k: int, is_causal: bool) -> NDArray[np.bool_]:
+    """Return which keys each query of a bucket sees, (B, 1, Q, K)."""
+    seen_BQK = np.zeros((len(spans), width_q, width_k), dtype=np.bool_)
+    seen_BQK[:, :, 0] = True  # a padding query that sees nothing would give NaN
+    for number, span in enumerate(spans):
+        seen_QK = seen_BQK[number, : span.length, : span.num_keys]
+        if is_causal:
+            last_Q = np.arange(span.prefix_length, span.num_keys)
+            np.greater_equal.outer(last_Q, np.arange(span.num_keys), out=seen_QK)
+        else:
+            seen_QK[:] = True
+    return seen_BQK[:, None]

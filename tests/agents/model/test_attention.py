@@ -125,8 +125,14 @@ def test_buckets_hold_every_query_once_and_less_than_four_times_its_work(case: C
     assert segments.bucket_row_T is not None
     padded = torch.cat([bucket.queries_BQ.flatten() for bucket in segments.buckets])
     assert torch.equal(padded[segments.bucket_row_T], torch.arange(case.num_tokens))
-    work = sum(bucket.seen_B1QK.numel() for bucket in segments.buckets)
+    work = sum(bucket.queries_BQ.numel() * bucket.keys_BK.shape[1] for bucket in segments.buckets)
     assert work < 4 * sum(span.length * span.num_keys for span in case.spans)
+
+
+def test_only_sequences_with_a_prefix_need_a_mask_that_is_quadratic_in_their_length() -> None:
+    segments = Segments.build([Span(0, 1000), Span(1000, 900), *row(1900, 3, [70])], True, "cpu", with_buckets=True)
+    masks = {tuple(bucket.queries_BQ.shape): bucket.seen_B1QK is not None for bucket in segments.buckets}
+    assert masks == {(2, 1000): False, (1, 3): False, (1, 70): True}
 
 
 def test_three_samples_of_one_prompt_are_the_spans_by_hand() -> None:
