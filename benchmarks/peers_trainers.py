@@ -25,7 +25,14 @@ from benchmarks.peers_task import (
 )
 
 #: The server's share of the memory, besides a learner of 2 B parameters with its float32 weights and moments.
-SERVER = {"engine": "sglang", "mem_fraction": 0.35, "context_length": 4096, "max_tokens_per_microbatch": 16384}
+SERVER = {
+    "engine": "sglang",
+    "mem_fraction": 0.35,
+    "context_length": 4096,
+    "max_tokens_per_microbatch": 16384,
+    # Without it, a learner of 2 B ran out of the memory that such a server leaves on an H100.
+    "recompute": 1.0,
+}
 
 
 def ours(folder: Path, task: Task) -> None:

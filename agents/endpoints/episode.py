@@ -13,7 +13,8 @@ from agents.endpoints.chat import EndpointFault, answer_to_server
 from agents.endpoints.client import EndpointClient
 from agents.endpoints.judge import load_rewards
 from agents.engines.base import Session
-from agents.rollout.episode import Episode, EpisodeState, Limits, render_fault
+from agents.rollout.episode import Episode, Limits, render_fault
+from agents.rollout.episode_state import EpisodeState
 from agents.rollout.invariants import Vocabulary
 from agents.types import EndReason, SamplingParams, Turn
 from envs.execution.runner import StepResult

@@ -17,7 +17,8 @@ from agents.gateway.chat import Asked, Choice, ImageShelf, read_turn, says_same
 from agents.gateway.server import Refusal, open_endpoint
 from agents.rendering.renderer import Renderer
 from agents.rollout.assistant_turn import TurnWriter
-from agents.rollout.episode import Episode, EpisodeState, Limits
+from agents.rollout.episode import Episode, Limits
+from agents.rollout.episode_state import EpisodeState
 from agents.rollout.stream import Stream
 from agents.types import EndReason, SamplingParams, Turn
 from envs.agent_program import agent_call

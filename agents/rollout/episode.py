@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
 
 from agents.engines.base import Engine, Session
 from agents.rendering.renderer import Renderer
+from agents.rollout.episode_state import EpisodeState
 from agents.rollout.invariants import (
     Vocabulary,
     broken_invariant,
@@ -35,15 +35,13 @@ from agents.types import (
     RouteShape,
     SamplingParams,
     Timing,
-    TokenStream,
     Trajectory,
     Turn,
 )
 from envs.contract import EnvFault, EpisodeEnv, ToolFault, is_json, plain_dict
 from envs.execution.runner import EnvRunner, StepResult
 from envs.history import History
-from envs.spec import EnvLimits, EnvSpec
-from envs.success import ENVIRONMENT
+from envs.spec import EnvLimits
 from envs.tool_calls.thinking import Thinking
 from envs.types import Message, Sample, content_parts, message_images
 
@@ -73,57 +71,6 @@ _NO_STEP = StepResult((), False, {})
 
 class _BrokenStream(Exception):
     """The completion breaks a rule of the stream; the message says which."""
-
-
-@dataclass(eq=False)
-class EpisodeState:
-    """One episode while it runs."""
-
-    env: EnvRunner
-    seed: int
-    messages: list[Message]
-    checks_template: bool
-    streams: list[Stream] = field(init=False)
-    #: How many messages are the problem's.
-    num_prompt: int = field(init=False)
-    #: The stream in which the model writes now, as a place in `streams`.
-    place: int = 0
-    turns: list[Turn] = field(default_factory=list)
-    tools: Sequence[Mapping[str, Any]] = ()
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    is_exact: bool = True
-    check_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.streams = [Stream(self.messages)]
-        self.num_prompt = len(self.messages)
-
-    @property
-    def stream(self) -> Stream:
-        """The stream in which the model writes now."""
-        return self.streams[self.place]
-
-    def say(self, messages: Iterable[Message]) -> None:
-        """Append messages to those of the stream."""
-        self.stream.messages += messages
-
-    def begin_stream(self, stream: Stream) -> None:
-        """Go on in a new stream."""
-        self.place = len(self.streams)
-        self.streams.append(stream)
-
-    def drop_unwritten(self) -> None:
-        """Drop a stream that was begun and in which the model wrote nothing."""
-        if self.place and self.stream.last_turn is None:
-            self.streams.pop()
-            self.place = len(self.streams) - 1
-
-    def frozen_streams(self) -> tuple[TokenStream, ...]:
-        """Return all streams as they are, each with its turns."""
-        return tuple(
-            stream.frozen([turn for turn in self.turns if turn.stream == place])
-            for place, stream in enumerate(self.streams)
-        )
 
 
 class Episode:
@@ -473,34 +420,6 @@ class Episode:
         """Return False for a text that is too long to fit: tokenising it would block all other episodes."""
         texts = [part.get("text", "") for message in messages for part in content_parts(message)]
         return sum(map(len, texts)) <= max(0, room) * self.renderer.max_token_chars
-
-
-class MixedEpisode(Episode):
-    """The agent loops of a mixture's environments, by id: each sample is played by that of its environment.
-
-    Its own limits are the widest of them, for those who only show them.
-    """
-
-    def __init__(self, parts: Mapping[str, Episode]) -> None:
-        # Shows the limits of the widest part; it plays nothing itself.
-        vars(self).update(vars(max(parts.values(), key=lambda part: part.limits.max_turns)))
-        self.parts = parts
-
-    def part(self, sample: Sample) -> Episode:
-        """Return the agent loop of a sample's environment."""
-        return self.parts[sample.metadata[ENVIRONMENT]]
-
-    async def run(self, sample: Sample, *args: Any, **kwargs: Any) -> Trajectory:
-        """Play one episode of the sample's environment; see `Episode.run`."""
-        return await self.part(sample).run(sample, *args, **kwargs)
-
-
-def by_entry(spec: EnvSpec, max_turns: int, of_entry: Callable[[EnvSpec, int], Episode]) -> Episode:
-    """Return the agent loop that `of_entry(entry, turns)` makes of an entry; in a mixture each part has its own."""
-    if not spec.parts:
-        return of_entry(spec, max_turns)
-    # Each entry has its own limits, thinking and rewards.
-    return MixedEpisode({part.id: of_entry(part, min(max_turns, part.max_turns)) for part in spec.entries})
 
 
 async def _close(env: EnvRunner) -> str | None:

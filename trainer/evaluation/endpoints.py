@@ -11,7 +11,8 @@ from agents.endpoints.episode import EndpointEpisode
 from agents.endpoints.judge import load_rewards
 from agents.recording import Recorder
 from agents.recording.manifest import text_manifest
-from agents.rollout.episode import Episode, by_entry
+from agents.rollout.episode import Episode
+from agents.rollout.mixed_episode import by_entry
 from envs.execution.load import load_env
 from envs.spec import EnvSpec
 from trainer.checkpoint.run_dir import EPISODES, make_folder

@@ -22,7 +22,8 @@ from agents.gateway.entries import episode_of
 from agents.model.architectures import read_config
 from agents.rendering.renderer import Renderer
 from agents.rendering.thinking import find_thinking
-from agents.rollout.episode import Episode, Limits, by_entry
+from agents.rollout.episode import Episode, Limits
+from agents.rollout.mixed_episode import by_entry
 from agents.types import RouteShape, SamplingParams
 from envs.spec import EnvLimits, EnvSpec
 from trainer.config.learner import ClusterConfig, LearnerPlan
