@@ -335,6 +335,10 @@ class TokenStream:
     routes_RLK: NDArray[np.uint8 | np.uint16] | None = None
 
 
+#: The fields of a trajectory that are those of its first stream.
+_OF_FIRST = ("ids_T", "mask_T", "logprobs_T", "images", "prompt_length", "messages", "kept_NK", "routes_RLK")
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Trajectory:
     """One finished episode: its turns, in the order in which they were played, and its token streams.
@@ -383,23 +387,20 @@ class Trajectory:
             f"reward {self.reward}, {self.end_reason.value}{f', {self.error!r:.200}' if self.error else ''})"
         )
 
+    @classmethod
+    def of_streams(cls, streams: Sequence[TokenStream], **facts: Any) -> Trajectory:
+        """Return the trajectory with these streams; `facts` are its other fields, all turns among them."""
+        first, *later = streams
+        own = {name: getattr(first, name) for name in _OF_FIRST}
+        return cls(**own, later=tuple(later), **facts)
+
     @property
     def streams(self) -> tuple[TokenStream, ...]:
         """All token streams, in the order in which they began."""
         num_opening = len(self.opening)
+        own = {name: getattr(self, name) for name in _OF_FIRST}
         first = TokenStream(
-            ids_T=self.ids_T,
-            mask_T=self.mask_T,
-            logprobs_T=self.logprobs_T,
-            images=self.images,
-            turns=self._first_turns,
-            prompt_length=self.prompt_length,
-            messages=self.messages,
-            num_opening=num_opening,
-            num_given=num_opening,
-            tools=self.tools,
-            kept_NK=self.kept_NK,
-            routes_RLK=self.routes_RLK,
+            **own, turns=self._first_turns, num_opening=num_opening, num_given=num_opening, tools=self.tools
         )
         return (first, *self.later)
 

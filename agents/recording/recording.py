@@ -237,29 +237,22 @@ class Recording:
         said = self.messages(episode.said)
         # A `TurnRecord` has the fields of a `Turn`.
         turns = [Turn(**{**dict(turn), "observations": self.messages(turn.observations)}) for turn in episode.turns]
-        first, *later = episode.streams_of(turns, said)
+        streams = episode.streams_of(turns, said)
         # Whoever does not compute with pixels needs no processor, which loads Transformers.
         if images:
-            first, *later = (self._with_pixels(stream, episode.id, images) for stream in (first, *later))
+            shown = [self._with_pixels(stream, episode.id, images) for stream in streams]
         else:
-            first, *later = (replace(stream, images=()) for stream in (first, *later))
-        return Trajectory(
+            shown = [replace(stream, images=()) for stream in streams]
+        return Trajectory.of_streams(
+            shown,
             sample_id=episode.sample_id,
             sample_index=episode.sample_index,
             seed=episode.seed,
-            ids_T=first.ids_T,
-            mask_T=first.mask_T,
-            logprobs_T=first.logprobs_T,
-            kept_NK=first.kept_NK,
-            routes_RLK=first.routes_RLK,
-            images=first.images,
             turns=tuple(turns),
             reward=episode.reward,
             rewards=episode.rewards,
             verdicts=episode.verdicts,
             end_reason=episode.end_reason,
-            prompt_length=first.prompt_length,
-            messages=first.messages,
             error=episode.error,
             metadata=episode.metadata,
             timing=Timing(episode.began, episode.total_s, episode.engine_s, episode.env_s, episode.check_s),
@@ -267,7 +260,6 @@ class Recording:
             num_prompt_messages=episode.num_prompt_messages,
             group=episode.group,
             attempt=episode.attempt,
-            later=tuple(later),
         )
 
     def _with_pixels(self, stream: TokenStream, episode_id: str, images: ImageStore) -> TokenStream:

@@ -138,7 +138,7 @@ class ConversationRenderer:
     def _trajectory(self, conversation: Conversation, messages: tuple[Message, ...]) -> tuple[Trajectory, Stream]:
         """Return the trajectory of an episode with these messages, and its stream."""
         renderer = self.renderer
-        stream = Stream()
+        stream = Stream([*messages], conversation.tools)
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         stream.read(renderer.prompt(messages[: places[0]], conversation.tools))
         turns: list[Turn] = []
@@ -157,20 +157,14 @@ class ConversationRenderer:
                 raise UserError(f"messages[{place}]", rule, got, "leave the stop token out")
             if answers:
                 stream.read(renderer.suffix(answers, last_id=renderer.closer_id, has_tools=bool(conversation.tools)))
-        ids_T, mask_T, logprobs_T = stream.arrays()
-        trajectory = Trajectory(
+        trajectory = Trajectory.of_streams(
+            [stream.frozen(turns)],
             sample_id=conversation.where,
             sample_index=0,
             seed=0,
-            ids_T=ids_T,
-            mask_T=mask_T,
-            logprobs_T=logprobs_T,
-            images=stream.images,
             turns=tuple(turns),
             reward=0.0,
             end_reason=EndReason.COMPLETED,
-            prompt_length=stream.prompt_length,
-            messages=messages,
             num_prompt_messages=places[0],
             tools=tuple(conversation.tools),
         )

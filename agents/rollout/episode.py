@@ -146,23 +146,14 @@ class Episode:
         state = EpisodeState(env, seed, list(sample.prompt), checks_template)
         reward, end_reason, error = await self._play(state)
         state.drop_unwritten()
-        first, *later = state.frozen_streams()
-        trajectory = Trajectory(
+        trajectory = Trajectory.of_streams(
+            state.frozen_streams(),
             sample_id=sample.id,
             sample_index=sample_index,
             seed=seed,
-            ids_T=first.ids_T,
-            mask_T=first.mask_T,
-            logprobs_T=first.logprobs_T,
-            kept_NK=first.kept_NK,
-            routes_RLK=first.routes_RLK,
-            images=first.images,
             turns=tuple(state.turns),
             reward=reward,
             end_reason=end_reason,
-            prompt_length=first.prompt_length,
-            messages=first.messages,
-            later=tuple(later),
             error=error,
             metadata=sample.metadata,
             label=sample.label,

@@ -199,20 +199,14 @@ class RunningGroup:
     def empty_trajectory(self, copy: int, error: BaseException | None) -> Trajectory:
         """Return the record of an episode that left none: its engine failed, or it was aborted while it closed."""
         sample = self.problem.sample
-        ids_T, mask_T, logprobs_T = Stream().arrays()
-        return Trajectory(
+        return Trajectory.of_streams(
+            [Stream([*sample.prompt]).frozen(())],
             sample_id=sample.id,
             sample_index=copy,
             seed=self.seed(copy),
-            ids_T=ids_T,
-            mask_T=mask_T,
-            logprobs_T=logprobs_T,
-            images=(),
             turns=(),
             reward=0.0,
             end_reason=EndReason.ABORTED,
-            prompt_length=0,
-            messages=sample.prompt,
             error="".join(traceback.format_exception(error)).strip() if error else None,
             timing=Timing(began=time.time()),
             label=sample.label,
