@@ -19,7 +19,7 @@ from agents.rendering.renderer import Renderer
 from agents.rollout.assistant_turn import TurnWriter
 from agents.rollout.episode import Episode, Limits
 from agents.rollout.episode_state import EpisodeState
-from agents.rollout.stream import Stream
+from agents.rollout.stream import first_turn
 from agents.types import EndReason, SamplingParams, Turn
 from envs.agent_program import agent_call
 from envs.contract import EnvFault, ToolFault
@@ -303,17 +303,13 @@ class EpisodeEndpoint:
         """
         state = self.state
         state.place = place
-        stream = state.stream
-        added = messages[len(stream.messages) :]
-        room = self._room_for(added)
+        added = messages[len(state.stream.messages) :]
         try:
-            suffix = self.loop.renderer.suffix(added, stream.ids[-1], bool(stream.tools))
+            limit = self.loop._append(state, added)
         except Exception:  # a template raises what it likes; as a whole it may write the conversation
             return False
-        if len(suffix.ids) >= room:
-            raise LimitReached(self.loop._room(state)[1])
-        stream.read(suffix)
-        stream.messages += added
+        if limit is not None:
+            raise LimitReached(limit)
         last = max(number for number, turn in enumerate(state.turns) if turn.stream == place)
         state.turns[last] = replace(state.turns[last], observations=tuple(added))
         return True
@@ -326,40 +322,14 @@ class EpisodeEndpoint:
             UserError: the template cannot write it.
         """
         state = self.state
-        loop = self.loop
-        stream = Stream(list(messages), asked.tools)
-        stream.num_opening = len(messages)
-        stream.num_given = self._num_given(messages)
-        spent = sum(len(each.ids) - each.prompt_length for each in state.streams)
-        if spent >= loop.limits.max_new_tokens:
+        if state.num_appended >= self.loop.limits.max_new_tokens:
             raise LimitReached(EndReason.TOKEN_BUDGET)
-        if not loop._may_fit(messages, loop.engine.context_length):
-            raise LimitReached(EndReason.CONTEXT_FULL)
-        rendered = loop.renderer.prompt(messages, asked.tools, stream.num_given)
-        if len(rendered.ids) >= loop.engine.context_length:
-            raise LimitReached(EndReason.CONTEXT_FULL)
-        stream.read(rendered)
-        if not state.streams[0].ids:
-            # The stream of the problem as it is: the agent's own first conversation takes its place.
-            state.streams.clear()
-            state.tools = asked.tools
-        state.begin_stream(stream)
-
-    def _room_for(self, added: Sequence[Message]) -> int:
-        room, limit = self.loop._room(self.state)
-        if room <= 0 or not self.loop._may_fit(added, room):
+        num_given = first_turn(messages, self._answers)
+        limit = self.loop._begin_stream(state, list(messages), asked.tools, num_given)
+        if limit is not None:
             raise LimitReached(limit)
-        return room
-
-    def _num_given(self, messages: Sequence[Message]) -> int:
-        """Return from where on all that the assistant says are turns of the model, which keep their control tokens."""
-        given = len(messages)
-        for place in reversed(range(len(messages))):
-            if messages[place]["role"] == "assistant":
-                if id(messages[place]) not in self._answers:
-                    break
-                given = place
-        return given
+        if len(state.streams) == 1:
+            state.tools = asked.tools
 
     def _read(self, turn: Turn, asked: Asked) -> Choice:
         """Return a turn as the agent reads it."""

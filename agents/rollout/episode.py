@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 from agents.engines.base import Engine, Session
 from agents.rendering.renderer import Renderer
@@ -27,7 +28,7 @@ from agents.rollout.invariants import (
     in_stream,
 )
 from agents.rollout.rewards import RewardSum
-from agents.rollout.stream import Stream, is_same
+from agents.rollout.stream import Stream, first_turn, is_same
 from agents.rollout.template_check import template_mismatch
 from agents.types import (
     EndReason,
@@ -347,9 +348,7 @@ class Episode:
 
     def _room(self, state: EpisodeState) -> tuple[int, EndReason]:
         """Return how many more tokens fit, and the end reason once none do."""
-        # Observations count: they fill the stream as the model's words do.
-        appended = sum(len(stream.ids) - stream.prompt_length for stream in state.streams)
-        budget = self.limits.max_new_tokens - appended
+        budget = self.limits.max_new_tokens - state.num_appended
         room = self.engine.context_length - len(state.stream.ids)
         if budget <= room:
             return (budget, EndReason.TOKEN_BUDGET)
@@ -361,25 +360,18 @@ class Episode:
         """
         # Some templates cannot write two turns of the assistant in a row.
         observed = observed or ({"role": "user", "content": ""},)
-        cut = await self._cut_history(state, [*state.stream.messages, *observed])
-        room, limit = self._room(state)
+        cut = await self._cut_history(state, observed)
         try:
-            if cut is not None:
-                return self._begin_stream(state, cut)
-            if not self._may_fit(observed, room):
-                return limit
-            suffix = self.renderer.suffix(observed, last_id=state.stream.ids[-1], has_tools=bool(state.tools))
+            if cut is None:
+                return self._append(state, observed)
+            own = set(map(id, state.stream.messages[state.stream.num_given :]))
+            return self._begin_stream(state, cut, state.tools, first_turn(cut, own))
         except Exception as error:  # an environment's message may hold anything
             raise render_fault("observation", error) from error
-        # One token at least must be left to write, or the turn would be empty.
-        if len(suffix.ids) >= room:
-            return limit
-        state.stream.read(suffix)
-        state.say(observed)
-        return None
 
-    async def _cut_history(self, state: EpisodeState, messages: list[Message]) -> list[Message] | None:
+    async def _cut_history(self, state: EpisodeState, observed: Sequence[Message]) -> list[Message] | None:
         """Return what the model goes on seeing of its stream's messages and the observation; None if that is all."""
+        messages = [*state.stream.messages, *observed]
         shown = messages
         if self.history:
             problem_images = message_images(state.streams[0].messages[: state.num_prompt])
@@ -389,18 +381,37 @@ class Episode:
         is_whole = len(shown) == len(messages) and all(map(is_same, shown, messages))
         return None if is_whole else shown
 
-    def _begin_stream(self, state: EpisodeState, shown: list[Message]) -> EndReason | None:
-        """Begin a stream whose prompt is what is shown of the conversation; return the end reason if it is too long."""
+    def _append(self, state: EpisodeState, messages: Sequence[Message]) -> EndReason | None:
+        """Append messages to the stream as the template writes them after a model turn.
+
+        Return the end reason where they do not fit. Raises whatever the template raises.
+        """
+        room, limit = self._room(state)
+        if room <= 0 or not self._may_fit(messages, room):
+            return limit
+        stream = state.stream
+        suffix = self.renderer.suffix(messages, last_id=stream.ids[-1], has_tools=bool(stream.tools))
+        # One token at least must be left to write, or the turn would be empty.
+        if len(suffix.ids) >= room:
+            return limit
+        stream.read(suffix)
+        state.say(messages)
+        return None
+
+    def _begin_stream(
+        self, state: EpisodeState, messages: list[Message], tools: Sequence[Mapping[str, Any]], num_given: int
+    ) -> EndReason | None:
+        """Begin a stream whose prompt is a conversation; return the end reason where it is too long.
+
+        What the assistant says from message `num_given` on are turns of the model. Raises whatever the template raises.
+        """
         room = self.engine.context_length
-        if not self._may_fit(shown, room):
+        if not self._may_fit(messages, room):
             return EndReason.CONTEXT_FULL
-        before = state.stream
-        own = [id(message) for message in before.messages[before.num_given :] if message["role"] == "assistant"]
-        stream = Stream(shown, state.tools)
-        stream.num_opening = len(shown)
-        # Turns of the model stand in their order behind all that others wrote for it.
-        stream.num_given = next((place for place, message in enumerate(shown) if id(message) in own), len(shown))
-        rendered = self.renderer.prompt(stream.messages, state.tools, stream.num_given)
+        stream = Stream(messages, tools)
+        stream.num_opening = len(messages)
+        stream.num_given = num_given
+        rendered = self.renderer.prompt(messages, tools, num_given)
         if len(rendered.ids) >= room:
             return EndReason.CONTEXT_FULL
         stream.read(rendered)

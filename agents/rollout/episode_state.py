@@ -40,12 +40,19 @@ class EpisodeState:
         """The stream in which the model writes now."""
         return self.streams[self.place]
 
+    @property
+    def num_appended(self) -> int:
+        """Tokens behind the prompts of all streams. Observations count: they fill a stream as the model's words do."""
+        return sum(len(stream.ids) - stream.prompt_length for stream in self.streams)
+
     def say(self, messages: Iterable[Message]) -> None:
         """Append messages to those of the stream."""
         self.stream.messages += messages
 
     def begin_stream(self, stream: Stream) -> None:
         """Go on in a new stream."""
+        # The problem's own, where an agent said something else before anybody has read it.
+        self.streams = [each for each in self.streams if each.ids]
         self.place = len(self.streams)
         self.streams.append(stream)
 

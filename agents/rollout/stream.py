@@ -5,7 +5,7 @@ Legend: T tokens of the stream, R of them with known experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,20 @@ def is_same(one: Message, other: Message) -> bool:
         return False
     pairs = zip(content_parts(one), content_parts(other), strict=True)
     return all(part.get("image") is same.get("image") for part, same in pairs)
+
+
+def first_turn(messages: Sequence[Message], own: Container[int]) -> int:
+    """Return from which message on all that the assistant says are turns of the model; their number where it is none.
+
+    `own` has the `id` of each message that is a turn of the model.
+    """
+    first = len(messages)
+    for place in reversed(range(len(messages))):
+        if messages[place]["role"] == "assistant":
+            if id(messages[place]) not in own:
+                break
+            first = place
+    return first
 
 
 def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
