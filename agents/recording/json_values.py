@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -93,7 +94,11 @@ class MessageTable:
         self.written = [message_to_json(message, name_image) for message in messages]
         # An object stands in several streams, and in the turn that it answers.
         self._of_object = {id(message): place for place, message in enumerate(messages)}
-        self._of_text = {_text(written): place for place, written in reversed(list(enumerate(self.written)))}
+
+    @functools.cached_property
+    def _of_text(self) -> dict[bytes, int]:
+        # Made when it is asked for: an episode of one stream never does.
+        return {_text(written): place for place, written in reversed(list(enumerate(self.written)))}
 
     def place(self, message: Mapping[str, Any]) -> int:
         """Return the place of a message, or of one that says the same; a new one is appended."""
