@@ -371,6 +371,8 @@ class Episode:
 
     async def _cut_history(self, state: EpisodeState, observed: Sequence[Message]) -> list[Message] | None:
         """Return what the model goes on seeing of its stream's messages and the observation; None if that is all."""
+        if not self.history and not state.env.edits_history:
+            return None
         messages = [*state.stream.messages, *observed]
         shown = messages
         if self.history:
