@@ -12,22 +12,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agents.engines.base import Engine, Session
+from agents.engines.base import Session
 from agents.gateway.chat import Asked, Choice, ImageShelf, read_turn, says_same
 from agents.gateway.server import Refusal, open_endpoint
-from agents.rendering.renderer import Renderer
 from agents.rollout.assistant_turn import TurnWriter
-from agents.rollout.episode import Episode, Limits
+from agents.rollout.episode import Episode
 from agents.rollout.episode_state import EpisodeState
 from agents.rollout.stream import first_turn
-from agents.types import EndReason, SamplingParams, Turn
+from agents.types import EndReason, Turn
 from envs.agent_program import agent_call
 from envs.contract import EnvFault, ToolFault
 from envs.errors import UserError, first_line
 from envs.execution.runner import StepResult
 from envs.spec import EnvSpec
 from envs.tool_calls import ToolCall, ToolFormat, detect_format, write_tool_call
-from envs.tool_calls.thinking import Thinking
 from envs.types import Message
 
 #: So many refused requests end an episode: its agent asks again and again.
@@ -53,25 +51,16 @@ class AgentEpisode(Episode):
         len(trajectory.streams), trajectory.turns[-1].info["result"]      # (2, "68")
     """
 
-    def __init__(
-        self,
-        spec: EnvSpec,
-        engine: Engine,
-        renderer: Renderer,
-        limits: Limits,
-        sampling: SamplingParams,
-        use_tools: bool = True,
-        thinking: Thinking | None = None,
-        *options: Any,
-        **more: Any,
-    ) -> None:
+    def __init__(self, spec: EnvSpec, *args: Any, **kwargs: Any) -> None:
+        """Set up the entry's episodes; all else is as for `Episode`."""
+        super().__init__(*args, **kwargs)
         # Every stream is compared with the template: what an agent sends was written by nobody here.
-        limits = replace(limits, check_template_every=1)
+        self.limits = replace(self.limits, check_template_every=1)
         # The program gets no turn of the model, so nothing is taken out of what it is sent.
-        super().__init__(engine, renderer, limits, sampling, use_tools, None, *options, **more)
-        self.said_outside = thinking
-        self.tool_format: ToolFormat = spec.args(tool_format=detect_format(renderer.chat_template)).tool_format
-        self.writer = TurnWriter(renderer, self.tool_format, spec.thinking)
+        self.said_outside = self.thinking
+        self.thinking = None
+        self.tool_format: ToolFormat = spec.args(tool_format=detect_format(self.renderer.chat_template)).tool_format
+        self.writer = TurnWriter(self.renderer, self.tool_format, spec.thinking)
 
     def _read_prompt(self, state: EpisodeState) -> None:
         """Read nothing: the agent decides what the model reads."""
