@@ -30,7 +30,7 @@ from typing import Any
 from PIL import Image
 
 from benchmarks.exactness_peers import load_processor
-from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
+from benchmarks.report import RESULTS, ROOT, commit, install, markdown, write_result
 
 #: What each trainer needs beside our own packages.
 NEEDS: Mapping[str, Sequence[str]] = {
@@ -209,10 +209,10 @@ def build(name: str, conversations: Path, out: Path, args: argparse.Namespace) -
     """Let a trainer build the streams in a process of its own; return why it could not, if so."""
     site = args.sites / name
     if NEEDS[name] and not site.exists():
-        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), *NEEDS[name]]
-        done = subprocess.run(install, capture_output=True, text=True)
-        if done.returncode:
-            return done.stderr.strip().splitlines()[-1]
+        try:
+            install(site, NEEDS[name])
+        except subprocess.CalledProcessError as error:
+            return error.stderr.strip().splitlines()[-1]
     command = [sys.executable, "-m", "benchmarks.exactness_peers", name, str(conversations), str(out), str(args.model)]
     paths = [str(site), str(ROOT), *([str(args.slime)] if name.startswith("slime") else [])]
     done = subprocess.run(

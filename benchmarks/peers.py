@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers_task import PINS, STEPS, WITH_SGLANG, Task
-from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
+from benchmarks.report import RESULTS, ROOT, commit, install, markdown, write_result
 
 MODULES = {"ours": "benchmarks.peers_trainers", "trl": "benchmarks.peers_trainers", "verl": "benchmarks.peers_verl"}
 COLUMNS = ("samples/s", "tokens/s", "written tokens/s", "s a step", "GPU idle", "KL", "GPU peak, GiB")
@@ -87,10 +87,8 @@ def search_path(peer: str, sites: Path) -> str:
         return os.pathsep.join([str(ROOT), *given])
     site = sites / peer
     name, wanted = PINS[peer][0].split("==")
-    # Dependencies that stand beside torch come from this interpreter.
     if not site.exists() and not _has(name, wanted):
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), *PINS[peer]]
-        subprocess.run(command, check=True)
+        install(site, PINS[peer])
     # TRL takes the Transformers of the interpreter, verl that of SGLang.
     beside = given if peer in WITH_SGLANG else []
     return os.pathsep.join([str(site), str(ROOT), *beside])

@@ -35,6 +35,16 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def install(site: Path, packages: Sequence[str]) -> None:
+    """Put pinned packages of another trainer into a folder, without what they need: that stands beside torch already.
+
+    Raises:
+        subprocess.CalledProcessError: there are no such versions; `stderr` says why.
+    """
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), *packages]
+    subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True)
+
+
 def write_result(path: Path, command: str, figures: Mapping[str, Any], at: str, packages: Sequence[str] = ()) -> None:
     """Write figures with command, commit (`at`, as it was when they were taken), hardware and versions."""
     result = {

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.recording import Recording
-from agents.types import EndReason, Trajectory
+from agents.types import EndReason
 from benchmarks.report import RESULTS, commit, markdown, write_result
 from benchmarks.training_run import train
 
@@ -43,11 +43,6 @@ COLUMNS = (
 )
 
 
-def shortness(trajectory: Trajectory) -> float:
-    """Return a reward that hardly two episodes share: 1 for no tokens, 0.5 for a thousand."""
-    return 1000 / (1000 + trajectory.num_model_tokens)
-
-
 def run(name: str, steps: int, work: Path, args: argparse.Namespace) -> dict[str, float]:
     """Train on one agent; return the counts of its recorded episodes."""
     # Where they lie, neither must find our packages: openai-agents has one of the same name.
@@ -60,7 +55,7 @@ def run(name: str, steps: int, work: Path, args: argparse.Namespace) -> dict[str
         command = f"env PYTHONPATH={args.site.absolute()} {sys.executable} {script}"
     registry = work / "registry.yaml"
     registry.write_text(ENTRY.format(name=name, command=command))
-    flags = ["--env", name, "--registry", str(registry), "--reward", f"{Path(__file__).resolve()}:shortness"]
+    flags = ["--env", name, "--registry", str(registry), "--reward", "benchmarks.asynchrony:shortness"]
     flags += ["--problems-per-step", "8", "--group-size", "8", "--max-new-tokens", "512", "--doctor", "off"]
     rows = train(work / "run", steps, *flags)
     counts: dict[str, float] = dict.fromkeys(COLUMNS, 0)
