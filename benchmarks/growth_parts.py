@@ -170,7 +170,7 @@ def parts_of(axis: str, size: int, folder: Path) -> dict[str, Part]:
     }
     first = groups[0].trajectories[0]
     if axis == "turns":
-        parts["template check"] = lambda: partial(template_mismatch, first, renderer, first.tools)
+        parts["template check"] = lambda: partial(template_mismatch, first.streams[0], renderer)
     if axis == "episodes":
         page = recorded / "page.html"
         parts["agent loop, staleness 1"] = lambda: partial(Loop(work).play, max_staleness=1)
