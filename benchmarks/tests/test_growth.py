@@ -25,12 +25,15 @@ def test_a_quadratic_part_is_steep_beside_a_linear_one() -> None:
     assert [(row["part"], row["is_steep"]) for row in growth.summary(rows)] == [("good", False), ("bad", True)]
 
 
-def test_every_part_of_an_axis_is_measured_and_drawn(tmp_path: Path, monkeypatch) -> None:
-    arguments = ["growth", "--axes", "images", "--most", "2", "--out", str(tmp_path), "--images", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("axis", "own"), [("images", "learner's step"), ("turns", "template check")], ids=["images", "turns"]
+)
+def test_every_part_of_an_axis_is_measured_and_drawn(axis: str, own: str, tmp_path: Path, monkeypatch) -> None:
+    arguments = ["growth", "--axes", axis, "--most", "2", "--out", str(tmp_path), "--images", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     growth.main()
     written = json.loads((tmp_path / "growth.json").read_text())
-    parts = {row["part"] for row in written["axes"]["images"]}
-    assert parts == {"agent loop", "recording", "packing", "reading", "learner's step"}
-    assert all(row["seconds"] > 0 for row in written["axes"]["images"])
-    assert (tmp_path / "growth_images.png").stat().st_size < 60_000
+    parts = {row["part"] for row in written["axes"][axis]}
+    assert parts == {"agent loop", "recording", "packing", "reading", own}
+    assert all(row["seconds"] > 0 for row in written["axes"][axis])
+    assert (tmp_path / f"growth_{axis}.png").stat().st_size < 60_000
