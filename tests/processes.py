@@ -7,6 +7,7 @@ one true subprocess a command, in that command's own test.
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -46,6 +47,7 @@ def _rank(rank: int, num_ranks: int, store: str, main: Callable[..., None], args
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # so that a rank which dies in native code leaves its traceback in the test's output
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     main(rank, *args)
