@@ -48,6 +48,7 @@ agent = theirs.Agent(
     name="reader",
     instructions=system,
     tools=[zoom],
-    model=theirs.OpenAIChatCompletionsModel(model="policy", openai_client=AsyncOpenAI()),
+    # Of its two clients, that of chat completions leaves the images of tools out.
+    model=theirs.OpenAIResponsesModel(model="policy", openai_client=AsyncOpenAI()),
 )
 print(theirs.Runner.run_sync(agent, [{"role": "user", "content": content}], max_turns=4).final_output)
