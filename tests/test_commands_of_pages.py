@@ -20,7 +20,7 @@ from trainer.config.run import RunConfig
 from trainer.config.sources import write_config
 
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-#: Whose commands are read. `trainer.translate` takes commands of others, which its own tests show.
+#: Whose commands are read.
 PACKAGES = ("agents", "envs", "starter", "trainer")
 #: What ends a command in a shell.
 ENDS = {"|", "||", "&", "&&", ";", ">", ">>", "<", "2>"}
@@ -40,7 +40,7 @@ def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
     inline = re.finditer(r"`python -m ([\w.]+)([^`]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     named = (found for found in inline if found[2].strip() not in ("", "..."))  # a command, not only its name
     for module, rest in (found.groups() for found in (*starts, *named)):
-        if module.partition(".")[0] in PACKAGES and module != "trainer.translate":
+        if module.partition(".")[0] in PACKAGES:
             yield module, words_of(rest)
 
 
@@ -58,7 +58,6 @@ def words_of(rest: str) -> list[str]:
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Go to the folder of a reader, who has a run under each name and what the pages say of variables."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SLIME_SCRIPT_NUM_GPUS", "1")
     return tmp_path
 
 

@@ -22,7 +22,6 @@ COMMANDS = {
     "export": ("trainer.export", "Write the model of a checkpoint."),
     "plan": ("trainer.plan", "Compute how fast a run is on any number of GPUs, and what limits it."),
     "memory": ("trainer.memory", "Compute how much GPU memory a training step takes."),
-    "translate": ("trainer.translate.__main__", "Translate a command of slime, verl, TRL or RLinf into ours."),
     "check": ("envs.check", "Check an environment without a model."),
     "check_engine": ("agents.check_engine", "Check an engine without a run."),
     "new": ("envs.new", "Start a new environment."),

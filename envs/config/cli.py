@@ -59,9 +59,6 @@ _BOOLEAN_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"}
 #: Shows every flag of a command whose --help shows the first ones alone.
 HELP_ALL = "--help-all"
 
-#: Where the parser notes the flag of `Sources.foreign`.
-_FOREIGN = "foreign variables"
-
 
 class _Parser(argparse.ArgumentParser):
     """Raises `UserError` where argparse would print usage and exit."""
@@ -138,7 +135,6 @@ def parse(
     if unknown:
         flag = unknown[0].split("=")[0]
         others = ["--config", "--print-config"] if layers else []
-        others += [layers.foreign.flag] if layers and layers.foreign else []
         others += [HELP_ALL] if first else []
         fix = (layers and layers.translated(model, flag)) or _instead(model, flag, (*flags, *others), known)
         raise UserError(flag, "is no flag of this command", unknown[0], fix)
@@ -149,10 +145,6 @@ def parse(
         return validate(model, settings)
     # From the lowest layer to the highest; `|` keeps the right side.
     below = layers.read_files(model, known["config"] or ())
-    if layers.foreign and known[_FOREIGN]:
-        foreign, lines = layers.foreign.settings(os.environ)
-        print(*lines, sep="\n", file=sys.stderr)
-        below |= foreign
     settings = below | layers.read_variables(model, os.environ) | settings
     # Read last, because any layer above may name the run folder, and lowest in rank.
     settings = layers.read_base(model, settings) | settings
@@ -209,10 +201,6 @@ def _parser(
             action="store_true",
             help="print all settings as YAML, with where they come from, and exit",
         )
-        if layers.foreign:
-            parser.add_argument(
-                layers.foreign.flag, dest=_FOREIGN, action="store_true", help=layers.foreign.description
-            )
         parser.epilog = (
             "The groups are the sections of a --config file. As an environment variable, --some-flag is "
             f"{PREFIX}SOME_FLAG. Settings without a flag stand in files and variables; --print-config shows all."

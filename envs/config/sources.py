@@ -33,23 +33,6 @@ PREFIX = "TRUETURN_"
 
 
 @dataclass(frozen=True)
-class ForeignVariables:
-    """Environment variables of another program, which a command reads only if their flag is given.
-
-    `read` returns the settings of each variable by its name, and a line to print about each variable.
-    """
-
-    flag: str
-    description: str
-    read: Callable[[Mapping[str, str]], tuple[Mapping[str, Mapping[FieldPath, str | bool]], Sequence[str]]]
-
-    def settings(self, environ: Mapping[str, str]) -> tuple[Settings, Sequence[str]]:
-        """Return the settings with their sources, and the lines."""
-        found, lines = self.read(environ)
-        return {path: Setting(value, name) for name, part in found.items() for path, value in part.items()}, lines
-
-
-@dataclass(frozen=True)
 class Sources:
     """What a command reads besides its flags.
 
@@ -65,7 +48,6 @@ class Sources:
             variable of theirs.
         no_counterpart: settings of other programs that no field stands for, with what is so instead.
         secrets: variables that are no settings, because their values must not be written; other code reads them.
-        foreign: variables of another program.
 
     Example::
 
@@ -80,7 +62,6 @@ class Sources:
     other_names: Callable[[], Mapping[str, Mapping[str, str]]] = dict
     no_counterpart: Callable[[], Mapping[str, str]] = dict
     secrets: tuple[str, ...] = ()
-    foreign: ForeignVariables | None = None
 
     def find(self, name: str) -> Path:
         """Return the file that `--config` names: a ready configuration, or a path."""

@@ -16,7 +16,6 @@ from envs.safe_text import write_text
 from trainer.config.other_trainers import no_counterpart, other_names
 from trainer.config.rollout import API_KEY_VARIABLE
 from trainer.config.run import RunConfig
-from trainer.config.slime_variables import SLIME_VARIABLES
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -53,7 +52,6 @@ SOURCES = Sources(
     other_names=other_names,
     no_counterpart=no_counterpart,
     secrets=(API_KEY_VARIABLE,),
-    foreign=SLIME_VARIABLES,
 )
 
 #: Its checkpoints are its own; those of Megatron are read under any layout.

@@ -362,4 +362,4 @@ def test_a_setting_without_a_flag_is_set_by_files_and_variables_and_a_flag_for_i
 
 def test_a_run_has_at_most_100_flags() -> None:
     flags = [path for path, field in leaves(RunConfig) if has_flag(field)]
-    assert len(flags) + len(("--config", "--print-config", "--from-slime")) <= 100
+    assert len(flags) + len(("--config", "--print-config")) <= 100

@@ -298,9 +298,8 @@ def test_the_page_on_configuration_names_what_there_is() -> None:
         "--print-config",
         "--help",
         "--help-all",
-        "--from-slime",
     }
-    others = {"--split", "--logdir"}
+    others = {"--beta", "--split", "--logdir"}  # of TRL and of trackers
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= flags | others
     assert re.findall(r"^\| `([\w-]+)` \|", PAGE.split("| name | what")[1], re.MULTILINE)[:6] == [
         "starter-geo3k", "slime-geo3k-multi-turn", "slime-geo3k", "rlinf-qwen3-vl-2b-geo3k", "qwen3-vl-8b-lora",

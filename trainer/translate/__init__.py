@@ -1,1 +1,0 @@
-"""Commands and configurations of other trainers become ours."""
