@@ -102,13 +102,13 @@ class AgentProgram(Env):
             self._process = None
         if process is None:
             return
-        if self._sandbox != "none":  # the container outlives the program that started it
-            with suppress(OSError, subprocess.TimeoutExpired):
-                stop = [self._sandbox, "rm", "--force", _container(self)]
-                subprocess.run(stop, capture_output=True, timeout=10, check=False)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        if self._sandbox != "none":  # the container outlives the program that started it
+            with suppress(OSError, subprocess.TimeoutExpired):
+                stop = [self._sandbox, "rm", "--force", _container(self)]
+                subprocess.run(stop, capture_output=True, timeout=30, check=False)
 
     def _run(self, task: str, address: Mapping[str, str]) -> str:
         """Return the last line that the command prints. Raises `EnvFault` where it ends with another status than 0."""
@@ -145,6 +145,7 @@ class AgentProgram(Env):
             memory = [f"--memory={int(gib * 2**30)}"] * bool(gib)
             variables = [f"--env={name}" for name in _OURS]
             run = [self._sandbox, "run", "--rm", "--interactive", "--network=host", f"--name={_container(self)}"]
+            run.append("--stop-signal=KILL")  # else its removal waits ten seconds for an agent that ignores SIGTERM
             image = str(self.args.options["image"])
             return [*run, f"--volume={here}:{here}", f"--workdir={here}", *memory, *variables, image]
         if gib:

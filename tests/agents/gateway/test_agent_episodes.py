@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -447,6 +449,48 @@ def test_what_an_engine_raises_reaches_the_run(renderer: Renderer) -> None:
 
     with pytest.raises(RuntimeError, match="the server is gone"):
         play(renderer, agent, engine=BreakingEngine(renderer.tokenizer, script("one"), how="raise"))
+
+
+BOX = "docker.io/library/python:3-slim"
+
+
+def box_program() -> str:
+    """Return the program that can run the image here; skip the test where there is none."""
+    for program in ("podman", "docker"):
+        if not shutil.which(program):
+            continue
+        tried = subprocess.run([program, "run", "--rm", "--pull=never", BOX, "true"], capture_output=True, check=False)
+        if tried.returncode == 0:
+            return program
+    pytest.skip(f"needs podman or docker with the image {BOX}")
+
+
+def containers(program: str) -> str:
+    names = [program, "ps", "--all", "--format={{.Names}}"]
+    return subprocess.run(names, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+def test_an_agent_in_a_real_container_asks_the_model_and_cannot_leave_its_limits(
+    renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = box_program()
+    monkeypatch.chdir(tmp_path)
+    box: dict[str, Any] = {"sandbox": program, "options": {"image": BOX}, "memory_limit_gib": 0.125}
+
+    def boxed(source: str, **limits: Any) -> Trajectory:
+        command(tmp_path, source)
+        return play(renderer, "python3 agent.py", "5", **box, **limits)
+
+    t = boxed(f"{ASK}\nprint(ask(task['messages'])['content'])")
+    assert (t.end_reason, t.reward, t.error) == (EndReason.COMPLETED, 1.0, None)
+    t = boxed(f"{ASK}\nask(task['messages'])\nprint(os.path.exists({str(Path(__file__))!r}))")
+    assert t.turns[-1].info["result"] == "False"
+    t = boxed(f"{ASK}\nask(task['messages'])\nprint(len(bytearray(2**28)))")
+    assert t.end_reason is EndReason.ENV_ERROR and "the agent ended with status 137" in str(t.error)
+    t = boxed(f"{ASK}\nask(task['messages'])\ntime.sleep(600)", step_timeout_s=5)
+    assert t.end_reason is EndReason.ENV_TIMEOUT
+    assert "trueturn-" not in containers(program)
 
 
 def test_a_sandbox_runs_the_command_in_a_container_that_is_removed_at_the_end(
