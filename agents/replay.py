@@ -120,6 +120,10 @@ class ReplayInputs:
         """What replays an episode."""
         if self.renderer:
             return StreamReplayer(self.context, self.renderer)
+        for entry in self.context.spec.entries:
+            if entry.agent:
+                rule = f"must be given to replay '{entry.id}', an agent: its requests are written by a model's template"
+                raise UserError("--model", rule, "none", f"give its folder, or '--model {RECORDED}'")
         return EnvReplayer(self.context)
 
     def header(self, config: ReplayConfig, began: float) -> ReportHeader:

@@ -34,9 +34,13 @@ from envs.spec import EnvLimits
 from envs.types import Sample
 
 PACKAGES = ("numpy", "pillow", "tokenizers")
-#: Screens that all episodes share: with images of its own for each turn, the memory would be that of the pixels.
 NUM_SCREENS = 64
-SCREENS = [Image.frombytes("RGB", (640, 480), Random(seed).randbytes(640 * 480 * 3)) for seed in range(NUM_SCREENS)]
+#: Small, because an episode keeps the pixels of all its screens, four bytes each.
+WIDTH = 320
+HEIGHT = 240
+SCREENS = [
+    Image.frombytes("RGB", (WIDTH, HEIGHT), Random(seed).randbytes(WIDTH * HEIGHT * 3)) for seed in range(NUM_SCREENS)
+]
 
 
 class ScreensEnv(Env):

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from agents.cli.text import counted
 from agents.engines.base import Engine
+from agents.gateway.entries import episode_of
 from agents.recording import EpisodeRecord, WayRecord
 from agents.rendering.renderer import Renderer
 from agents.replaying.difference import Difference, differences
@@ -85,14 +86,15 @@ class Fork:
         """Return the agent loop for `num_plays` episodes in which an engine continues after the recorded turns."""
         completions = _completions(self.episode)[: self.turn]
         sample = self.context.source.sample(self.episode)
-        return Episode(
+        entry = self.context.spec.part(sample.metadata)
+        return episode_of(entry)(
             RecordedEngine([completions] * num_plays, self.way.context_length, engine),
             self.renderer,
             Limits(self.way.max_turns, self.way.max_new_tokens, self.context.limits(sample)),
             SamplingParams(self.way.temperature, self.renderer.stop_ids, self.renderer.suppressed_ids),
             self.way.use_tools,
             self.way.thinking,
-            history=self.context.spec.part(sample.metadata).history,
+            history=entry.history,
         )
 
     async def play(

@@ -52,7 +52,6 @@ class ReplayContext:
 
     def __init__(self, source: Recording, spec: EnvSpec) -> None:
         """Import the environment's code. Raises `UserError` if that fails."""
-        spec.check_has_no_loop("--env")
         self.source, self.spec = source, spec
         self._build_env: BuildEnv = load_env(spec)
 

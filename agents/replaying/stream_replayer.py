@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agents.gateway.entries import episode_of
 from agents.recording.recorder import tools_digest
 from agents.recording.schema import EpisodeRecord
 from agents.rendering.renderer import Renderer
@@ -23,7 +24,7 @@ from agents.replaying.episode_result import (
 )
 from agents.replaying.recorded_engine import RecordedEngine, recorded_completions
 from agents.replaying.replayer import ReplayContext
-from agents.rollout.episode import Episode, Limits
+from agents.rollout.episode import Limits
 from agents.types import EndReason, SamplingParams, TokenStream, Trajectory, Turn
 
 
@@ -66,14 +67,15 @@ class StreamReplayer:
             every = 1
         else:
             every = 0
-        loop = Episode(
+        entry = self.context.spec.part(sample.metadata)
+        loop = episode_of(entry)(
             RecordedEngine([answers], way.context_length),
             self.renderer,
             Limits(way.max_turns, way.max_new_tokens, self.context.limits(sample), every),
             self._sampling,
             way.use_tools,
             way.thinking,
-            history=self.context.spec.part(sample.metadata).history,
+            history=entry.history,
         )
         trajectory = await loop.run(sample, lambda: self.context.make_env(sample, way), episode.seed)
         return stream_result(trajectory, len(answers))
