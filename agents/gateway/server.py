@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
 import json
 import secrets
 import socket
-from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
-from agents.gateway import chat
-from agents.gateway.dialects import DIALECTS, Dialect, as_stream
+from agents.gateway.chat import Answer, Asked, Chat, Refusal, read_json, read_request
+from agents.gateway.dialects import DIALECTS
+from agents.gateway.messages import Json
 from envs.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -38,15 +38,6 @@ SMALL_BODY = 2**14
 BACKLOG = 2048
 
 
-class Refusal(Exception):
-    """A request that is not answered, and why; `code` is for programs."""
-
-    def __init__(self, message: str, code: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.code = code
-        self.status = status
-
-
 class Gateway:
     """The endpoints of all episodes that are played on one event loop.
 
@@ -63,7 +54,7 @@ class Gateway:
         answers = [Route(one.path, functools.partial(self._answer, one), methods=["POST"]) for one in DIALECTS]
         self.app = Starlette(routes=[*answers, Route("/v1/models", self._models, methods=["GET"])])
 
-    async def start(self) -> None:
+    async def start(self) -> Gateway:
         """Listen on a free port; the server ends with the event loop."""
         loop = asyncio.get_running_loop()
         listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -76,34 +67,37 @@ class Gateway:
         serving.add_done_callback(lambda _: _close(loop, server, listener))
         while not server.started:
             await asyncio.sleep(0.001)
+        return self
 
     async def _models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "trueturn"}]})
 
-    async def _answer(self, dialect: Dialect, request: Request) -> Response:
+    async def _answer(self, dialect: Chat, request: Request) -> Response:
         endpoint = self.endpoints.get(_key(request))
         if endpoint is None:
             rule = "the key must be that of an episode which is played now (OPENAI_API_KEY)"
-            return _json(dialect.error(rule, "invalid_api_key", None), 401)
+            return _refused(dialect, Refusal(rule, "invalid_api_key", 401))
         try:
             body = await _body(request)
             asked = await _read(body, dialect, endpoint)
-            digest = hashlib.blake2b(body, digest_size=16).digest()
             # Clients of OpenAI count how often they have sent a request.
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            choices = await endpoint.answer(asked, digest, is_retry)
+            choices = await endpoint.answer(asked, hash(body), is_retry)
         except ClientDisconnect:
             return Response(status_code=400)
-        except UserError as error:
+        except (UserError, Refusal) as error:
             endpoint.refuse(error)
-            return _json(dialect.error(str(error), "invalid_value", error.field), 400)
-        except Refusal as refusal:
-            endpoint.refuse(refusal)
-            return _json(dialect.error(str(refusal), refusal.code, None), refusal.status)
-        answer_id = secrets.token_hex(8)
-        if not asked.stream:
-            return _json(dialect.write(asked, choices, answer_id))
-        return Response(as_stream(dialect.events(asked, choices, answer_id)), media_type="text/event-stream")
+            return _refused(dialect, error)
+        answer = Answer(asked, choices, secrets.token_hex(8))
+        if asked.stream:
+            return Response(dialect.stream(answer), media_type="text/event-stream")
+        return _json(dialect.write(answer))
+
+
+def _refused(dialect: Chat, error: UserError | Refusal) -> Response:
+    if isinstance(error, UserError):
+        error = Refusal(str(error), "invalid_value", param=error.field)
+    return _json(dialect.error(error), error.status)
 
 
 def _key(request: Request) -> str:
@@ -123,9 +117,9 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _read(body: bytes, dialect: Dialect, endpoint: EpisodeEndpoint) -> chat.Asked:
-    def read() -> chat.Asked:
-        return chat.read_request(dialect.read(chat.read_json(body)), endpoint.loop.sampling, endpoint.shelf)
+async def _read(body: bytes, dialect: Chat, endpoint: EpisodeEndpoint) -> Asked:
+    def read() -> Asked:
+        return read_request(dialect.read(read_json(body)), endpoint.loop.sampling, endpoint.shelf)
 
     try:
         if len(body) <= SMALL_BODY:
@@ -135,7 +129,8 @@ async def _read(body: bytes, dialect: Dialect, endpoint: EpisodeEndpoint) -> cha
         raise UserError("the body", "must be one that can be read", first_line(error), "send less") from error
 
 
-def _json(value: Mapping[str, Any], status: int = 200) -> Response:
+def _json(value: Json, status: int = 200) -> Response:
+    # As ASCII: a model can write half of a surrogate pair, which no other encoding has.
     return Response(json.dumps(value), status, media_type="application/json")
 
 
@@ -151,18 +146,12 @@ def _close(loop: asyncio.AbstractEventLoop, server: uvicorn.Server, listener: so
         connection.transport.abort()  # type: ignore[union-attr]
 
 
-async def _started() -> Gateway:
-    gateway = Gateway()
-    await gateway.start()
-    return gateway
-
-
 @contextlib.asynccontextmanager
 async def open_endpoint(endpoint: EpisodeEndpoint) -> AsyncIterator[tuple[str, str]]:
     """Serve an episode; yields its base URL and its key. The first one of an event loop starts the server."""
     loop = asyncio.get_running_loop()
     if loop not in _GATEWAYS:
-        _GATEWAYS[loop] = loop.create_task(_started())
+        _GATEWAYS[loop] = loop.create_task(Gateway().start())
     # An episode that is aborted must not stop the server of the others.
     gateway = await asyncio.shield(_GATEWAYS[loop])
     key = f"sk-{secrets.token_urlsafe(24)}"
