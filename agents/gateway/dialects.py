@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from agents.gateway.chat import Answer, Chat, Refusal
+from agents.gateway.chat import Asked, Chat, Choice, Refusal
 from agents.gateway.messages import Json, as_list, read_messages
+
+#: What is translated, and what changes no token.
+_RESPONSES = (
+    "input",
+    "instructions",
+    "messages",
+    "tools",
+    "max_output_tokens",
+    "text",
+    "include",
+    "reasoning",
+    "truncation",
+    "background",
+)
+_MESSAGES = ("messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "cache_control")
 
 
 def _rest(value: Json, *names: str) -> Json:
-    """Return the fields that are not translated; chat completions refuse those that they do not know."""
+    """Return the fields that have other names, which chat completions may know or refuse."""
     return {name: item for name, item in value.items() if name not in names and item is not None}
 
 
@@ -20,40 +36,26 @@ class Responses(Chat):
 
     path = "/v1/responses"
     ending = ""
-    #: What is translated, and what changes no token.
-    own = (
-        "input",
-        "instructions",
-        "messages",
-        "tools",
-        "max_output_tokens",
-        "text",
-        "include",
-        "reasoning",
-        "truncation",
-        "background",
-    )
+    counts_events = True
 
     def read(self, body: Json) -> Json:
         """Return the body of a request as that of chat completions."""
-        items = body.get("input")
-        if isinstance(items, str):
-            items = [{"role": "user", "content": items}]
         tools = []
         for tool in as_list(body.get("tools") or [], "tools"):
             tools.append({"type": tool.get("type"), "function": _rest(tool, "type")})
         asked = {
-            "messages": read_messages(items, "input", body.get("instructions")),
+            "messages": read_messages(body.get("input"), "input", body.get("instructions")),
             "tools": tools,
             "max_completion_tokens": body.get("max_output_tokens"),
         }
-        if isinstance(body.get("text"), dict):
-            asked["response_format"] = body["text"].get("format")
-        return {**asked, **_rest(body, *self.own)}
+        match body:
+            case {"text": {"format": kind}}:
+                asked["response_format"] = kind
+        return {**asked, **_rest(body, *_RESPONSES)}
 
-    def write(self, answer: Answer) -> Json:
+    def write(self, asked: Asked, choices: Sequence[Choice]) -> Json:
         """Return the body of a response."""
-        choice = answer.choices[0]
+        choice = choices[0]
         status = "completed"
         details = None
         if choice.finish == "length":
@@ -64,13 +66,13 @@ class Responses(Chat):
             output.append(
                 {
                     "type": "message",
-                    "id": f"msg_{answer.id}",
+                    "id": f"msg_{secrets.token_hex(8)}",
                     "role": "assistant",
                     "status": status,
                     "content": [{"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}],
                 }
             )
-        for call in answer.calls():
+        for call in choice.calls:
             output.append(
                 {
                     "type": "function_call",
@@ -81,15 +83,15 @@ class Responses(Chat):
                 }
             )
         return {
-            "id": f"resp_{answer.id}",
+            "id": f"resp_{secrets.token_hex(8)}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": answer.asked.model,
+            "model": asked.model,
             "status": status,
             "incomplete_details": details,
             "error": None,
             "output": output,
-            "parallel_tool_calls": answer.asked.parallel_tool_calls,
+            "parallel_tool_calls": asked.parallel_tool_calls,
             "tool_choice": "auto",
             "tools": [],
             "usage": {
@@ -101,34 +103,30 @@ class Responses(Chat):
             },
         }
 
-    def events(self, answer: Answer) -> Iterator[Json]:
-        """Yield the response as the events of a stream."""
-        for number, (kind, fields) in enumerate(self._events(self.write(answer))):
-            yield {"type": f"response.{kind}", "sequence_number": number, **fields}
-
-    def _events(self, body: Json) -> Iterator[tuple[str, Json]]:
+    def events(self, body: Json, with_usage: bool) -> Iterator[Json]:
+        """Yield a response as the events of a stream."""
         begun = {**body, "status": "in_progress", "output": [], "usage": None}
-        yield "created", {"response": begun}
-        yield "in_progress", {"response": begun}
+        yield {"type": "response.created", "response": begun}
+        yield {"type": "response.in_progress", "response": begun}
         for index, item in enumerate(body["output"]):
             at = {"item_id": item["id"], "output_index": index}
+            added = {"type": "response.output_item.added", "output_index": index}
             if item["type"] == "message":
                 at["content_index"] = 0
                 part = item["content"][0]
                 text = part["text"]
-                begun = {**item, "status": "in_progress", "content": []}
-                yield "output_item.added", {"output_index": index, "item": begun}
-                yield "content_part.added", {**at, "part": {**part, "text": ""}}
-                yield "output_text.delta", {**at, "delta": text, "logprobs": []}
-                yield "output_text.done", {**at, "text": text, "logprobs": []}
-                yield "content_part.done", {**at, "part": part}
+                yield {**added, "item": {**item, "status": "in_progress", "content": []}}
+                yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
+                yield {"type": "response.output_text.delta", **at, "delta": text, "logprobs": []}
+                yield {"type": "response.output_text.done", **at, "text": text, "logprobs": []}
+                yield {"type": "response.content_part.done", **at, "part": part}
             else:
-                arguments = item["arguments"]
-                yield "output_item.added", {"output_index": index, "item": {**item, "arguments": ""}}
-                yield "function_call_arguments.delta", {**at, "delta": arguments}
-                yield "function_call_arguments.done", {**at, "name": item["name"], "arguments": arguments}
-            yield "output_item.done", {"output_index": index, "item": item}
-        yield body["status"], {"response": body}
+                said = {"name": item["name"], "arguments": item["arguments"]}
+                yield {**added, "item": {**item, "arguments": ""}}
+                yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
+                yield {"type": "response.function_call_arguments.done", **at, **said}
+            yield {"type": "response.output_item.done", "output_index": index, "item": item}
+        yield {"type": f"response.{body['status']}", "response": body}
 
 
 class Messages(Chat):
@@ -136,8 +134,6 @@ class Messages(Chat):
 
     path = "/v1/messages"
     ending = ""
-    #: What is translated, and what changes no token.
-    own = ("messages", "system", "tools", "tool_choice", "stop_sequences", "thinking", "cache_control")
 
     def read(self, body: Json) -> Json:
         """Return the body of a request as that of chat completions."""
@@ -149,35 +145,30 @@ class Messages(Chat):
         asked = {
             "messages": read_messages(body.get("messages"), "messages", body.get("system")),
             "tools": tools,
-            "stop": body.get("stop_sequences") or [],
+            "stop": body.get("stop_sequences"),
         }
-        choice = body.get("tool_choice")
-        if isinstance(choice, dict):
-            asked["tool_choice"] = choice.get("type")
-            asked["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-        return {**asked, **_rest(body, *self.own)}
+        match body.get("tool_choice"):
+            case {"type": kind, **rest}:
+                asked["tool_choice"] = kind
+                asked["parallel_tool_calls"] = not rest.get("disable_parallel_tool_use")
+        return {**asked, **_rest(body, *_MESSAGES)}
 
-    def write(self, answer: Answer) -> Json:
+    def write(self, asked: Asked, choices: Sequence[Choice]) -> Json:
         """Return the body of a response."""
-        choice = answer.choices[0]
+        choice = choices[0]
         content: list[Json] = []
         if choice.text or not choice.calls:
             content.append({"type": "text", "text": choice.text})
-        for place, call in enumerate(choice.calls):
-            content.append(
-                {
-                    "type": "tool_use",
-                    "id": f"toolu_{answer.id}-{place}",
-                    "name": call.name,
-                    "input": call.arguments,
-                }
-            )
+        for call in choice.calls:
+            function = call["function"]
+            block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+            content.append({**block, "input": json.loads(function["arguments"])})
         reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
         return {
-            "id": f"msg_{answer.id}",
+            "id": f"msg_{secrets.token_hex(8)}",
             "type": "message",
             "role": "assistant",
-            "model": answer.asked.model,
+            "model": asked.model,
             "content": content,
             "stop_reason": reasons[choice.finish],
             "stop_sequence": None,
@@ -188,9 +179,8 @@ class Messages(Chat):
             },
         }
 
-    def events(self, answer: Answer) -> Iterator[Json]:
-        """Yield the response as the events of a stream."""
-        body = self.write(answer)
+    def events(self, body: Json, with_usage: bool) -> Iterator[Json]:
+        """Yield a response as the events of a stream."""
         yield {"type": "message_start", "message": {**body, "content": [], "stop_reason": None}}
         for index, block in enumerate(body["content"]):
             if block["type"] == "text":

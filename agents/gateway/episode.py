@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from agents.engines.base import Session
-from agents.gateway.chat import Asked, Choice, ImageShelf, Refusal, says, write_logprobs
+from agents.gateway.chat import Asked, Choice, Images, Refusal, says, write_call
 from agents.gateway.server import open_endpoint
 from agents.rollout.assistant_turn import TurnWriter
 from agents.rollout.episode import Episode
@@ -26,7 +26,14 @@ from envs.contract import EnvFault, ToolFault
 from envs.errors import UserError, first_line
 from envs.execution.runner import StepResult
 from envs.spec import EnvSpec
-from envs.tool_calls import ToolCall, ToolFormat, detect_format, find_tool_calls, outside_tool_calls, write_tool_call
+from envs.tool_calls import (
+    ToolCallError,
+    ToolFormat,
+    detect_format,
+    find_tool_calls,
+    outside_tool_calls,
+    write_tool_call,
+)
 from envs.types import Message
 
 #: So many refused requests end an episode: its agent asks again and again.
@@ -77,7 +84,7 @@ class AgentEpisode(Episode):
     async def _alternate(self, session: Session, state: EpisodeState) -> EndReason:
         """Run the agent, and answer its requests, until it ends."""
         endpoint = EpisodeEndpoint(self, session, state)
-        async with open_endpoint(endpoint) as address:
+        with open_endpoint(endpoint) as address:
             running = asyncio.ensure_future(state.env.step(agent_call(*address)))
             try:
                 await asyncio.wait([running, endpoint.ended], return_when=asyncio.FIRST_COMPLETED)
@@ -97,8 +104,8 @@ class AgentEpisode(Episode):
             raise reason
         if not state.turns:
             raise EnvFault(f"the agent ended without a turn of the model{endpoint.complaint}")
-        is_done = reason is EndReason.COMPLETED
-        state.turns[-1] = replace(state.turns[-1], info={RESULT: result}, done=is_done)
+        last = state.turns[-1]
+        state.turns[-1] = replace(last, info={RESULT: result}, done=reason is EndReason.COMPLETED)
         return reason
 
 
@@ -126,7 +133,7 @@ class EpisodeEndpoint:
         self.loop = loop
         self.session = session
         self.state = state
-        self.shelf = ImageShelf()
+        self.images: Images = {}
         self.limit: EndReason | None = None
         self.complaint = ""
         self.ended: asyncio.Future[EndReason | Exception] = asyncio.get_running_loop().create_future()
@@ -134,7 +141,7 @@ class EpisodeEndpoint:
         self._writing: asyncio.Future[Sequence[Choice]] | None = None
         self._num_refused = 0
         #: The message of each turn of the model, by its id, and what its answer says.
-        self._answers: dict[int, tuple[Message, Any]] = {}
+        self._answers: dict[int, tuple[Message, object]] = {}
         #: What was answered, by the digest of what was asked.
         self._answered: dict[int, Sequence[Choice]] = {}
 
@@ -165,13 +172,12 @@ class EpisodeEndpoint:
         async with self._lock:
             if self.ended.done():
                 raise ended()
-            if is_retry and digest in self._answered:
-                return self._answered[digest]
-            self._writing = asyncio.ensure_future(self._choices(asked))
-            await asyncio.wait([self._writing])
-            if self._writing.cancelled():
-                raise ended()
-            self._answered[digest] = self._writing.result()
+            if not is_retry or digest not in self._answered:
+                self._writing = asyncio.ensure_future(self._choices(asked))
+                await asyncio.wait([self._writing])
+                if self._writing.cancelled():
+                    raise ended()
+                self._answered[digest] = self._writing.result()
             return self._answered[digest]
 
     async def close(self) -> None:
@@ -192,8 +198,9 @@ class EpisodeEndpoint:
             self.limit = limit
             raise Refusal(*_BEYOND[limit])
         room, limit = self.loop._room(state)
-        if 0 < asked.max_new_tokens < room:
-            room = asked.max_new_tokens
+        asked_room = asked.max_completion_tokens or asked.max_tokens or room
+        if asked_room < room:
+            room = asked_room
             limit = None
         try:
             await self.loop._turn(self.session, state, len(state.turns) + 1, room)
@@ -204,10 +211,7 @@ class EpisodeEndpoint:
             raise self._end(EndReason.ABORTED)
         # A turn that the loop's own limit has cut is the end, unless the agent finds a way to go on.
         self.limit = limit if turn.finish == "length" else None
-        choice = self._read(turn, asked)
-        written = state.stream.messages[-1]
-        self._answers[id(written)] = (written, (choice.text.strip(), choice.calls))
-        return choice
+        return self._read(turn, asked)
 
     def _show(self, asked: Asked, number: int) -> EndReason | None:
         """Write a conversation into the stream that it extends, or into one that begins.
@@ -226,54 +230,48 @@ class EpisodeEndpoint:
                     return self._extend(place, messages)
             if state.num_appended >= limits.max_new_tokens:
                 return EndReason.TOKEN_BUDGET
-            limit = self.loop._begin_stream(state, messages, asked.tools, first_turn(messages, self._answers))
+            return self.loop._begin_stream(state, messages, asked.tools, first_turn(messages, self._answers))
         except UserError:
             raise
         except Exception as error:  # a template raises what it likes
             rule = "must be a conversation that the model's chat template can write"
             raise UserError("messages", rule, first_line(error), "send another order or other roles") from error
-        if limit is None and len(state.streams) == 1:
-            state.tools = asked.tools
-            state.num_prompt = len(messages)
-        return limit
 
     def _find(self, asked: Asked) -> tuple[int | None, list[Message]]:
         """Return the place of the stream that a request extends, None where there is none, and its messages there.
 
         A message of the assistant that equals an answer stands for the turn that the model wrote.
         """
-        plain = [self._written(message) for message in asked.messages]
+        said = [says(message) for message in asked.messages]
+        plain = list(map(self._written, asked.messages, said))
         for place in reversed(range(len(self.state.streams))):
             stream = self.state.streams[place]
             messages = list(plain)
             # Two turns may have the same answer; here it is this stream's own.
             for number, known in enumerate(stream.messages[: len(messages)]):
-                if self._is_answer(asked.messages[number], known):
+                if self._answers.get(id(known)) == (known, said[number]):
                     messages[number] = known
             if stream.tools == asked.tools and stream.extended_by(messages):
                 return place, messages
         return None, plain
 
-    def _is_answer(self, message: Message, written: Message) -> bool:
-        """Return whether a message is what the agent was answered for a turn of the model."""
-        _, answer = self._answers.get(id(written), (None, None))
-        return message["role"] == "assistant" and says(message) == answer
-
-    def _written(self, message: Message) -> Message:
+    def _written(self, message: Message, said: object) -> Message:
         """Return a message as the model wrote it, or would have written it.
 
         What it never wrote may hold control tokens, which the prompt breaks.
         """
-        for written, _ in reversed(self._answers.values()):
-            if self._is_answer(message, written):
+        for written, answer in reversed(self._answers.values()):
+            if said == answer:
                 return written
-        calls: Sequence[ToolCall] = message.get("tool_calls", ())
-        if not calls:
+        if not message.get("tool_calls"):
             return message
         try:
             text = self.loop.writer.text(message, "messages")
         except UserError:  # such as a call that has control tokens
-            texts = [message["content"], *(write_tool_call(call, self.loop.tool_format) for call in calls)]
+            texts = [
+                message["content"],
+                *(write_tool_call(call, self.loop.tool_format) for call in message["tool_calls"]),
+            ]
             text = "\n".join(filter(None, texts))
         return {"role": "assistant", "content": text}
 
@@ -303,22 +301,26 @@ class EpisodeEndpoint:
         if cuts:
             text = text[: min(cuts)]
             finish = "stop"
-        found = find_tool_calls(text, self.loop.tool_format) if asked.tools else []
-        calls = [call for call in found if isinstance(call, ToolCall)]
-        if len(calls) < len(found):
+        calls: list[Any] = []
+        if asked.tools:
+            calls = find_tool_calls(text, self.loop.tool_format)
+        if any(isinstance(call, ToolCallError) for call in calls):
             calls = []
         if calls:
             text = outside_tool_calls(text, self.loop.tool_format).strip()
             finish = "tool_calls"
             if not asked.parallel_tool_calls:
                 calls = calls[:1]
+        message = self.state.stream.messages[-1]
+        self._answers[id(message)] = (message, (text.strip(), calls))
         written = self.state.stream.last_turn
         assert written is not None, "the turn was written in this stream"
-        logprobs = None
+        tokens: list[tuple[bytes, float]] = []
         if asked.logprobs:
             spelled = map(self.loop.renderer.encoder.spell, written.ids)
-            logprobs = write_logprobs(zip(spelled, written.logprobs, strict=True))
-        return Choice(text, calls, finish, written.prompt_length, turn.num_cached, len(written.ids), logprobs)
+            tokens += zip(spelled, written.logprobs, strict=True)
+        shown = [write_call(call) for call in calls]
+        return Choice(text, shown, finish, written.prompt_length, turn.num_cached, len(written.ids), tokens)
 
 
 def ended() -> Refusal:

@@ -1,7 +1,7 @@
 """Reads the conversation of a request, in the words of any of the protocols, as messages of chat completions.
 
 The protocols differ in where calls and results stand: beside the messages (Responses), in their content (Anthropic's
-messages), or in fields of their own (chat completions).
+messages), or in fields of their own (chat completions). Each may use the words of the others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from agents.rollout.assistant_turn import parse_calls
 from envs.errors import UserError
-from envs.types import Message
+from envs.types import Message, bare_text
 
 Json = dict[str, Any]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -33,20 +33,8 @@ def read_messages(items: object, field: str, system: object = None) -> list[Mess
     messages: list[Message] = []
     if system:
         _add(messages, "system", system, "system")
-    for place, item in enumerate(as_list(items, field)):
-        here = f"{field}[{place}]"
-        match item.get("type", "message"):
-            case "message":
-                _add_message(messages, item, here)
-            case "function_call":
-                _add_calls(messages, [item], here)
-            case "function_call_output":
-                _add(messages, "tool", item.get("output"), f"{here}.output")
-            case "reasoning":  # the thoughts of a turn, which stands for itself
-                pass
-            case other:
-                rule = "must be a message, a function_call or its output"
-                raise UserError(f"{here}.type", rule, other, "leave the item out")
+    if items:
+        _add(messages, "user", items, field)
     return messages
 
 
@@ -76,37 +64,44 @@ def _add_message(messages: list[Message], item: Json, field: str) -> None:
 
 
 def _add(messages: list[Message], role: str, given: object, field: str) -> None:
-    """Add a message. The results and the calls in its content stand apart from it, before and behind."""
+    """Add what is said in a role. Messages, results and calls in it stand apart: the calls behind, the rest before."""
     parts: list[Json] = []
     calls: list[Json] = []
     num_before = len(messages)
     for place, part in enumerate(as_list(given or "", field)):
         here = f"{field}[{place}]"
         match part:
-            case {"type": "text" | "input_text" | "output_text", "text": str() as text}:
-                parts.append({"type": "text", "text": text})
-            case {"type": "refusal", "refusal": str() as text}:
+            case {"role": _}:
+                _add_message(messages, part, here)
+            case {"type": "text" | "input_text" | "output_text", "text": str() as text} | {
+                "type": "refusal",
+                "refusal": str() as text,
+            }:
                 parts.append({"type": "text", "text": text})
             case {"type": "image_url" | "input_image", "image_url": {"url": url} | url}:
-                parts.append({"type": "image", "image": url})
+                parts.append({"type": "image", "image": url, "field": here})
             case {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}:
-                parts.append({"type": "image", "image": f"data:{kind};base64,{data}"})
+                parts.append({"type": "image", "image": f"data:{kind};base64,{data}", "field": here})
+            case {"type": "function_call"}:
+                _add_calls(messages, [part], here)
             case {"type": "tool_use"}:
                 calls.append({"name": part.get("name"), "arguments": part.get("input")})
+            case {"type": "function_call_output"}:
+                _add(messages, "tool", part.get("output"), f"{here}.output")
             case {"type": "tool_result"}:
                 _add(messages, "tool", part.get("content"), f"{here}.content")
-            case {"type": "thinking" | "redacted_thinking"}:  # as "reasoning"
-                pass
+            case {"type": "reasoning" | "thinking" | "redacted_thinking"}:
+                pass  # The thoughts of a turn, which stands for itself.
             case _:
-                rule = "must be that of a text, an image as base64, a call or a result"
-                raise UserError(f"{here}.type", rule, part, "send texts and images")
-    text = "".join(part["text"] for part in parts if part["type"] == "text")
-    has_image = any(part["type"] == "image" for part in parts)
-    if has_image and role == "assistant":
+                rule = "must be a message, a text, an image as base64, a call or a result"
+                raise UserError(f"{here}.type", rule, part, "leave it out")
+    content: str | list[Json] = parts
+    if not any("image" in part for part in parts):
+        content = bare_text({"content": parts})
+    elif role == "assistant":
         raise UserError(field, "must be text where the assistant speaks", "an image", "leave it out")
-    # A message of results alone says nothing of its own.
     if parts or len(messages) == num_before:
-        messages.append({"role": role, "content": parts if has_image else text})
+        messages.append({"role": role, "content": content})
     _add_calls(messages, calls, field)
 
 

@@ -11,10 +11,10 @@ import functools
 import json
 import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from agents.gateway.chat import Answer, Asked, Chat, Refusal, read_json, read_request
+from agents.gateway.chat import Asked, Chat, Refusal, read_json, read_request
 from agents.gateway.dialects import DIALECTS
 from agents.gateway.messages import Json
 from envs.errors import UserError, first_line
@@ -39,38 +39,44 @@ BACKLOG = 2048
 
 
 class Gateway:
-    """The endpoints of all episodes that are played on one event loop.
+    """The endpoints of all episodes that are played on one event loop. The server ends with the loop.
 
     Example::
 
         gateway = Gateway()
         gateway.endpoints["sk-1"] = endpoint
-        client = AsyncOpenAI(base_url="http://gateway/v1", api_key="sk-1", http_client=...)     # of gateway.app
+        client = AsyncOpenAI(base_url=gateway.base_url, api_key="sk-1")
     """
 
     def __init__(self) -> None:
+        """Listen on a free port. Connections wait there until the server takes them."""
         self.endpoints: dict[str, EpisodeEndpoint] = {}
-        self.base_url = ""
         answers = [Route(one.path, functools.partial(self._answer, one), methods=["POST"]) for one in DIALECTS]
-        self.app = Starlette(routes=[*answers, Route("/v1/models", self._models, methods=["GET"])])
-
-    async def start(self) -> Gateway:
-        """Listen on a free port; the server ends with the event loop."""
-        loop = asyncio.get_running_loop()
-        listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-        self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        options = {"log_config": None, "log_level": "critical", "access_log": False, "lifespan": "off", "ws": "none"}
-        server = uvicorn.Server(uvicorn.Config(self.app, backlog=BACKLOG, **options))
+        self.app = Starlette(routes=[*answers, Route("/v1/models", _models, methods=["GET"])])
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        self.base_url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
+        config = uvicorn.Config(
+            self.app,
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+        )
+        self.server = uvicorn.Server(config)
         # Ctrl-C is the run's.
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-        serving = loop.create_task(server.serve(sockets=[listener]))
-        serving.add_done_callback(lambda _: _close(loop, server, listener))
-        while not server.started:
-            await asyncio.sleep(0.001)
-        return self
+        self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        self.loop = asyncio.get_running_loop()
+        _GATEWAYS[self.loop] = self
+        serving = self.loop.create_task(self.server.serve(sockets=[self.listener]))
+        serving.add_done_callback(self._close)
 
-    async def _models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "trueturn"}]})
+    def _close(self, serving: object) -> None:
+        """Close what the server holds when its event loop ends."""
+        _GATEWAYS.pop(self.loop, None)
+        self.listener.close()
+        for connection in tuple(self.server.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
 
     async def _answer(self, dialect: Chat, request: Request) -> Response:
         endpoint = self.endpoints.get(_key(request))
@@ -79,7 +85,10 @@ class Gateway:
             return _refused(dialect, Refusal(rule, "invalid_api_key", 401))
         try:
             body = await _body(request)
-            asked = await _read(body, dialect, endpoint)
+            if len(body) <= SMALL_BODY:
+                asked = _read(body, dialect, endpoint)
+            else:
+                asked = await asyncio.to_thread(_read, body, dialect, endpoint)
             # Clients of OpenAI count how often they have sent a request.
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             choices = await endpoint.answer(asked, hash(body), is_retry)
@@ -88,10 +97,9 @@ class Gateway:
         except (UserError, Refusal) as error:
             endpoint.refuse(error)
             return _refused(dialect, error)
-        answer = Answer(asked, choices, secrets.token_hex(8))
         if asked.stream:
-            return Response(dialect.stream(answer), media_type="text/event-stream")
-        return _json(dialect.write(answer))
+            return Response(dialect.stream(asked, choices), media_type="text/event-stream")
+        return _json(dialect.write(asked, choices))
 
 
 def _refused(dialect: Chat, error: UserError | Refusal) -> Response:
@@ -117,14 +125,9 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _read(body: bytes, dialect: Chat, endpoint: EpisodeEndpoint) -> Asked:
-    def read() -> Asked:
-        return read_request(dialect.read(read_json(body)), endpoint.loop.sampling, endpoint.shelf)
-
+def _read(body: bytes, dialect: Chat, endpoint: EpisodeEndpoint) -> Asked:
     try:
-        if len(body) <= SMALL_BODY:
-            return read()
-        return await asyncio.to_thread(read)
+        return read_request(dialect.read(read_json(body)), endpoint.loop.sampling, endpoint.images)
     except (RecursionError, MemoryError) as error:  # nested too deeply, for example
         raise UserError("the body", "must be one that can be read", first_line(error), "send less") from error
 
@@ -134,26 +137,18 @@ def _json(value: Json, status: int = 200) -> Response:
     return Response(json.dumps(value), status, media_type="application/json")
 
 
-#: One per event loop; it ends with its loop.
-_GATEWAYS: dict[asyncio.AbstractEventLoop, asyncio.Task[Gateway]] = {}
+async def _models(request: Request) -> Response:
+    return _json({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "trueturn"}]})
 
 
-def _close(loop: asyncio.AbstractEventLoop, server: uvicorn.Server, listener: socket.socket) -> None:
-    """Close what a server holds whose event loop ends."""
-    _GATEWAYS.pop(loop, None)
-    listener.close()
-    for connection in tuple(server.server_state.connections):
-        connection.transport.abort()  # type: ignore[union-attr]
+#: One per event loop.
+_GATEWAYS: dict[asyncio.AbstractEventLoop, Gateway] = {}
 
 
-@contextlib.asynccontextmanager
-async def open_endpoint(endpoint: EpisodeEndpoint) -> AsyncIterator[tuple[str, str]]:
+@contextlib.contextmanager
+def open_endpoint(endpoint: EpisodeEndpoint) -> Iterator[tuple[str, str]]:
     """Serve an episode; yields its base URL and its key. The first one of an event loop starts the server."""
-    loop = asyncio.get_running_loop()
-    if loop not in _GATEWAYS:
-        _GATEWAYS[loop] = loop.create_task(Gateway().start())
-    # An episode that is aborted must not stop the server of the others.
-    gateway = await asyncio.shield(_GATEWAYS[loop])
+    gateway = _GATEWAYS.get(asyncio.get_running_loop()) or Gateway()
     key = f"sk-{secrets.token_urlsafe(24)}"
     gateway.endpoints[key] = endpoint
     try:
