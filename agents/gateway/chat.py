@@ -19,11 +19,9 @@ from envs.errors import UserError, did_you_mean
 from envs.images import image_digest, load_image
 from envs.safe_text import well_formed
 from envs.tool_calls import ToolCall
-from envs.types import Message, content_parts
+from envs.types import Message, bare_text, content_parts
 
-MAX_MESSAGES = 10_000
 MAX_IMAGES = 1_000
-MAX_CHOICES = 16
 #: Known, and read by nobody here: each episode has a seed of its own, and nothing else of these changes a token.
 _UNREAD = (
     "seed",
@@ -54,12 +52,12 @@ class Asked(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=10_000)
     model: str = ""
     tools: list[Json] = Field(default=[], max_length=1024)
     tool_choice: str | Json = "auto"
     parallel_tool_calls: bool = True
-    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    n: int = Field(default=1, ge=1, le=16)
     max_tokens: int = Field(default=0, ge=1)
     max_completion_tokens: int = Field(default=0, ge=1)
     stop: str | list[Annotated[str, Field(min_length=1)]] = []
@@ -135,10 +133,9 @@ def read_request(value: Json, sampling: SamplingParams, images: Images) -> Asked
     try:
         asked = Asked.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        rule = first["msg"][:1].lower() + first["msg"][1:]
-        raise UserError(field, rule, first["input"], "fix the field") from error
+        raise UserError(field, first["msg"].lower(), first["input"], "fix the field") from error
     if asked.tool_choice == "none":
         asked.tools = []
     for place, tool in enumerate(asked.tools):
@@ -157,11 +154,9 @@ def read_request(value: Json, sampling: SamplingParams, images: Images) -> Asked
     return asked
 
 
-def says(message: Message) -> tuple[str, list[ToolCall]] | None:
-    """Return what the assistant says in a message, to compare: its text, but for spaces around it, and its calls."""
-    if message["role"] != "assistant":
-        return None
-    return message["content"].strip(), message.get("tool_calls", [])
+def says(message: Message) -> object:
+    """Return what a message says, to compare it with answers: spaces around its text do not count."""
+    return message["role"], bare_text(message).strip(), message.get("tool_calls", [])
 
 
 # Answers --------------------------------------------------------------------------------------------------------------
@@ -236,7 +231,7 @@ class Chat:
             },
         }
 
-    def events(self, body: Json, with_usage: bool) -> Iterator[Json]:
+    def events(self, body: Json, options: Json) -> Iterator[Json]:
         """Yield a response as the events of a stream: what a choice says in one piece, then its end."""
         chunk = {**body, "object": "chat.completion.chunk"}
         usage = chunk.pop("usage")
@@ -246,19 +241,24 @@ class Chat:
                 delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
             yield {**chunk, "choices": [{**choice, "delta": delta, "finish_reason": None}]}
             yield {**chunk, "choices": [{**choice, "delta": {}, "logprobs": None}]}
-        if with_usage:
+        if options.get("include_usage"):
             yield {**chunk, "choices": [], "usage": usage}
 
     def error(self, refusal: Refusal) -> Json:
         """Return the body of a refusal."""
-        said = {"message": str(refusal), "type": "invalid_request_error", "param": refusal.param, "code": refusal.code}
-        return {"error": said}
+        return {
+            "error": {
+                "message": str(refusal),
+                "type": "invalid_request_error",
+                "param": refusal.param,
+                "code": refusal.code,
+            }
+        }
 
-    def stream(self, asked: Asked, choices: Sequence[Choice]) -> str:
-        """Return the response as server-sent events. An event that has a type is named by it."""
+    def stream(self, body: Json, options: Json) -> str:
+        """Return a response as server-sent events. An event that has a type is named by it."""
         text = ""
-        with_usage = bool(asked.stream_options.get("include_usage"))
-        for number, event in enumerate(self.events(self.write(asked, choices), with_usage)):
+        for number, event in enumerate(self.events(body, options)):
             if self.counts_events:
                 event["sequence_number"] = number
             if "type" in event:

@@ -103,7 +103,7 @@ class Responses(Chat):
             },
         }
 
-    def events(self, body: Json, with_usage: bool) -> Iterator[Json]:
+    def events(self, body: Json, options: Json) -> Iterator[Json]:
         """Yield a response as the events of a stream."""
         begun = {**body, "status": "in_progress", "output": [], "usage": None}
         yield {"type": "response.created", "response": begun}
@@ -160,9 +160,14 @@ class Messages(Chat):
         if choice.text or not choice.calls:
             content.append({"type": "text", "text": choice.text})
         for call in choice.calls:
-            function = call["function"]
-            block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
-            content.append({**block, "input": json.loads(function["arguments"])})
+            content.append(
+                {
+                    "type": "tool_use",
+                    "id": call["id"],
+                    "name": call["function"]["name"],
+                    "input": json.loads(call["function"]["arguments"]),
+                }
+            )
         reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
         return {
             "id": f"msg_{secrets.token_hex(8)}",
@@ -179,7 +184,7 @@ class Messages(Chat):
             },
         }
 
-    def events(self, body: Json, with_usage: bool) -> Iterator[Json]:
+    def events(self, body: Json, options: Json) -> Iterator[Json]:
         """Yield a response as the events of a stream."""
         yield {"type": "message_start", "message": {**body, "content": [], "stop_reason": None}}
         for index, block in enumerate(body["content"]):
@@ -201,10 +206,10 @@ class Messages(Chat):
 
     def error(self, refusal: Refusal) -> Json:
         """Return the body of a refusal."""
-        kind = "invalid_request_error"
+        error = {"type": "invalid_request_error", "message": str(refusal), "code": refusal.code}
         if refusal.code == "invalid_api_key":
-            kind = "authentication_error"
-        return {"type": "error", "error": {"type": kind, "message": str(refusal), "code": refusal.code}}
+            error["type"] = "authentication_error"
+        return {"type": "error", "error": error}
 
 
 DIALECTS = (Chat(), Responses(), Messages())

@@ -38,7 +38,6 @@ from envs.types import Message
 
 #: So many refused requests end an episode: its agent asks again and again.
 MAX_REFUSED = 100
-RESULT = "result"
 #: What a client is told of each limit, and the code of it. That of the context is one that clients of OpenAI know.
 _BEYOND = {
     EndReason.MAX_TURNS: ("the model has taken all turns of the episode", "max_turns"),
@@ -79,7 +78,7 @@ class AgentEpisode(Episode):
         return StepResult((), False, {})
 
     def _final_text(self, state: EpisodeState) -> str:
-        return state.turns[-1].info[RESULT]
+        return state.turns[-1].info["result"]
 
     async def _alternate(self, session: Session, state: EpisodeState) -> EndReason:
         """Run the agent, and answer its requests, until it ends."""
@@ -105,14 +104,14 @@ class AgentEpisode(Episode):
         if not state.turns:
             raise EnvFault(f"the agent ended without a turn of the model{endpoint.complaint}")
         last = state.turns[-1]
-        state.turns[-1] = replace(last, info={RESULT: result}, done=reason is EndReason.COMPLETED)
+        state.turns[-1] = replace(last, info={"result": result}, done=reason is EndReason.COMPLETED)
         return reason
 
 
 def _result(endpoint: EpisodeEndpoint, running: asyncio.Future[StepResult]) -> str:
     """Return the result of an agent that has ended: none where it failed after a limit. Raises its fault else."""
     try:
-        return running.result().info[RESULT]
+        return running.result().info["result"]
     except ToolFault:  # the entry says that a fault counts
         raise
     except EnvFault as fault:
@@ -145,13 +144,16 @@ class EpisodeEndpoint:
         #: What was answered, by the digest of what was asked.
         self._answered: dict[int, Sequence[Choice]] = {}
 
-    def refuse(self, error: Exception) -> None:
-        """Count a request that is not answered."""
+    def refuse(self, error: UserError | Refusal) -> Refusal:
+        """Count a request that is not answered; return its refusal."""
         self.complaint = f"\n\nThe last request that was refused: {error}"
         self._num_refused += 1
         if self._num_refused == MAX_REFUSED:
             fault = EnvFault(f"{MAX_REFUSED} requests of the agent were refused{self.complaint}")
             self._end(self.limit or fault)
+        if isinstance(error, UserError):
+            return Refusal(str(error), "invalid_value", param=error.field)
+        return error
 
     def _end(self, how: EndReason | Exception) -> Refusal:
         """End the episode unless it has ended; return the refusal of all that comes after."""
@@ -216,44 +218,34 @@ class EpisodeEndpoint:
     def _show(self, asked: Asked, number: int) -> EndReason | None:
         """Write a conversation into the stream that it extends, or into one that begins.
 
-        Return the end reason where it does not fit. Raises `UserError` where the template cannot write it.
+        A message of the assistant that equals an answer stands for the turn that the model wrote. Return the end reason
+        where the conversation does not fit. Raises `UserError` where the template cannot write it.
         """
         state = self.state
         limits = self.loop.limits
         if len(state.turns) - number + asked.n > limits.max_turns:
             return EndReason.MAX_TURNS
         try:
-            place, messages = self._find(asked)
-            if place is not None and number == 0:
-                # What the template cannot write after a turn, it may write as a whole.
-                with suppress(Exception):
-                    return self._extend(place, messages)
+            said = [says(message) for message in asked.messages]
+            plain = list(map(self._written, asked.messages, said))
+            for place, stream in reversed(list(enumerate(state.streams))):
+                messages = list(plain)
+                # Two turns may have the same answer; here it is this stream's own.
+                for position, known in enumerate(stream.messages[: len(plain)]):
+                    if self._answers.get(id(known)) == (known, said[position]):
+                        messages[position] = known
+                if number == 0 and stream.tools == asked.tools and stream.extended_by(messages):
+                    # What the template cannot write after a turn, it may write as a whole.
+                    with suppress(Exception):
+                        return self._extend(place, messages)
             if state.num_appended >= limits.max_new_tokens:
                 return EndReason.TOKEN_BUDGET
-            return self.loop._begin_stream(state, messages, asked.tools, first_turn(messages, self._answers))
+            return self.loop._begin_stream(state, plain, asked.tools, first_turn(plain, self._answers))
         except UserError:
             raise
         except Exception as error:  # a template raises what it likes
             rule = "must be a conversation that the model's chat template can write"
             raise UserError("messages", rule, first_line(error), "send another order or other roles") from error
-
-    def _find(self, asked: Asked) -> tuple[int | None, list[Message]]:
-        """Return the place of the stream that a request extends, None where there is none, and its messages there.
-
-        A message of the assistant that equals an answer stands for the turn that the model wrote.
-        """
-        said = [says(message) for message in asked.messages]
-        plain = list(map(self._written, asked.messages, said))
-        for place in reversed(range(len(self.state.streams))):
-            stream = self.state.streams[place]
-            messages = list(plain)
-            # Two turns may have the same answer; here it is this stream's own.
-            for number, known in enumerate(stream.messages[: len(messages)]):
-                if self._answers.get(id(known)) == (known, said[number]):
-                    messages[number] = known
-            if stream.tools == asked.tools and stream.extended_by(messages):
-                return place, messages
-        return None, plain
 
     def _written(self, message: Message, said: object) -> Message:
         """Return a message as the model wrote it, or would have written it.
@@ -312,13 +304,13 @@ class EpisodeEndpoint:
             if not asked.parallel_tool_calls:
                 calls = calls[:1]
         message = self.state.stream.messages[-1]
-        self._answers[id(message)] = (message, (text.strip(), calls))
+        self._answers[id(message)] = (message, ("assistant", text.strip(), calls))
         written = self.state.stream.last_turn
         assert written is not None, "the turn was written in this stream"
-        tokens: list[tuple[bytes, float]] = []
+        tokens = []
         if asked.logprobs:
             spelled = map(self.loop.renderer.encoder.spell, written.ids)
-            tokens += zip(spelled, written.logprobs, strict=True)
+            tokens = list(zip(spelled, written.logprobs, strict=True))
         shown = [write_call(call) for call in calls]
         return Choice(text, shown, finish, written.prompt_length, turn.num_cached, len(written.ids), tokens)
 

@@ -13,7 +13,6 @@ from envs.errors import UserError
 from envs.types import Message, bare_text
 
 Json = dict[str, Any]
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_messages(items: object, field: str, system: object = None) -> list[Message]:
@@ -49,8 +48,9 @@ def as_list(value: object, field: str) -> list[Json]:
 
 def _add_message(messages: list[Message], item: Json, field: str) -> None:
     role = item.get("role")
-    if role not in _ROLES:
-        raise UserError(f"{field}.role", f"must be one of {', '.join(_ROLES)}", role, "fix the role")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        rule = "must be one of system, developer, user, assistant, tool"
+        raise UserError(f"{field}.role", rule, role, "fix the role")
     if role == "developer":
         role = "system"
     _add(messages, role, item.get("content"), f"{field}.content")

@@ -34,8 +34,6 @@ except ImportError as error:
 MAX_BODY = 64 * 2**20
 #: A larger body is read on a thread: meanwhile other episodes go on.
 SMALL_BODY = 2**14
-#: Connections that wait to be taken: all agents of a step begin at once.
-BACKLOG = 2048
 
 
 class Gateway:
@@ -53,7 +51,8 @@ class Gateway:
         self.endpoints: dict[str, EpisodeEndpoint] = {}
         answers = [Route(one.path, functools.partial(self._answer, one), methods=["POST"]) for one in DIALECTS]
         self.app = Starlette(routes=[*answers, Route("/v1/models", _models, methods=["GET"])])
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        # All agents of a step begin at once, and wait to be taken.
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.base_url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
         config = uvicorn.Config(
             self.app,
@@ -82,7 +81,7 @@ class Gateway:
         endpoint = self.endpoints.get(_key(request))
         if endpoint is None:
             rule = "the key must be that of an episode which is played now (OPENAI_API_KEY)"
-            return _refused(dialect, Refusal(rule, "invalid_api_key", 401))
+            return _json(dialect.error(Refusal(rule, "invalid_api_key")), 401)
         try:
             body = await _body(request)
             if len(body) <= SMALL_BODY:
@@ -95,17 +94,12 @@ class Gateway:
         except ClientDisconnect:
             return Response(status_code=400)
         except (UserError, Refusal) as error:
-            endpoint.refuse(error)
-            return _refused(dialect, error)
+            refusal = endpoint.refuse(error)
+            return _json(dialect.error(refusal), refusal.status)
+        written = dialect.write(asked, choices)
         if asked.stream:
-            return Response(dialect.stream(asked, choices), media_type="text/event-stream")
-        return _json(dialect.write(asked, choices))
-
-
-def _refused(dialect: Chat, error: UserError | Refusal) -> Response:
-    if isinstance(error, UserError):
-        error = Refusal(str(error), "invalid_value", param=error.field)
-    return _json(dialect.error(error), error.status)
+            return Response(dialect.stream(written, asked.stream_options), media_type="text/event-stream")
+        return _json(written)
 
 
 def _key(request: Request) -> str:
