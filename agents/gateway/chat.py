@@ -52,7 +52,7 @@ class Asked(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    messages: list[Message] = Field(min_length=1, max_length=10_000)
+    messages: list[Message] = Field(min_length=1)
     model: str = ""
     tools: list[Json] = Field(default=[], max_length=1024)
     tool_choice: str | Json = "auto"

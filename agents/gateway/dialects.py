@@ -110,21 +110,28 @@ class Responses(Chat):
         yield {"type": "response.in_progress", "response": begun}
         for index, item in enumerate(body["output"]):
             at = {"item_id": item["id"], "output_index": index}
-            added = {"type": "response.output_item.added", "output_index": index}
             if item["type"] == "message":
                 at["content_index"] = 0
                 part = item["content"][0]
                 text = part["text"]
-                yield {**added, "item": {**item, "status": "in_progress", "content": []}}
+                yield {
+                    "type": "response.output_item.added",
+                    "output_index": index,
+                    "item": {**item, "status": "in_progress", "content": []},
+                }
                 yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
                 yield {"type": "response.output_text.delta", **at, "delta": text, "logprobs": []}
                 yield {"type": "response.output_text.done", **at, "text": text, "logprobs": []}
                 yield {"type": "response.content_part.done", **at, "part": part}
             else:
-                said = {"name": item["name"], "arguments": item["arguments"]}
-                yield {**added, "item": {**item, "arguments": ""}}
+                yield {"type": "response.output_item.added", "output_index": index, "item": {**item, "arguments": ""}}
                 yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
-                yield {"type": "response.function_call_arguments.done", **at, **said}
+                yield {
+                    "type": "response.function_call_arguments.done",
+                    **at,
+                    "name": item["name"],
+                    "arguments": item["arguments"],
+                }
             yield {"type": "response.output_item.done", "output_index": index, "item": item}
         yield {"type": f"response.{body['status']}", "response": body}
 

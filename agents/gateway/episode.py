@@ -149,8 +149,7 @@ class EpisodeEndpoint:
         self.complaint = f"\n\nThe last request that was refused: {error}"
         self._num_refused += 1
         if self._num_refused == MAX_REFUSED:
-            fault = EnvFault(f"{MAX_REFUSED} requests of the agent were refused{self.complaint}")
-            self._end(self.limit or fault)
+            self._end(self.limit or EnvFault(f"{MAX_REFUSED} requests of the agent were refused{self.complaint}"))
         if isinstance(error, UserError):
             return Refusal(str(error), "invalid_value", param=error.field)
         return error

@@ -13,6 +13,7 @@ from envs.errors import UserError
 from envs.types import Message, bare_text
 
 Json = dict[str, Any]
+MAX_ITEMS = 10_000
 
 
 def read_messages(items: object, field: str, system: object = None) -> list[Message]:
@@ -41,9 +42,9 @@ def as_list(value: object, field: str) -> list[Json]:
     """Return a list of objects; a text is that of one part."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise UserError(field, "must be a text or a list of objects", value, "fix the field")
-    return value
+    if isinstance(value, list) and len(value) <= MAX_ITEMS and all(isinstance(item, dict) for item in value):
+        return value
+    raise UserError(field, f"must be a text or a list of objects, at most {MAX_ITEMS}", value, "fix the field")
 
 
 def _add_message(messages: list[Message], item: Json, field: str) -> None:
