@@ -246,7 +246,7 @@ class Fuzz:
         self.old_keys.append(env.key)
 
     async def _ask(self, rng: random.Random, key: str, problem: list[Any]) -> None:
-        gateway = await server._GATEWAYS[asyncio.get_running_loop()]
+        gateway = server._GATEWAYS[asyncio.get_running_loop()]
         told: list[list[Any]] = []
         for _ in range(REQUESTS_PER_EPISODE):
             fields = {"model": "policy", "tools": [TOOL], **rng.choice(FIELDS)}

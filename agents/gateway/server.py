@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
 import json
 import secrets
 import socket
-from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from agents.gateway import chat
-from agents.gateway.dialects import DIALECTS, Dialect, as_stream
+from agents.gateway.chat import Asked, Chat, Refusal, read_json, read_request
+from agents.gateway.dialects import DIALECTS
+from agents.gateway.messages import Json
 from envs.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -34,76 +34,72 @@ except ImportError as error:
 MAX_BODY = 64 * 2**20
 #: A larger body is read on a thread: meanwhile other episodes go on.
 SMALL_BODY = 2**14
-#: Connections that wait to be taken: all agents of a step begin at once.
-BACKLOG = 2048
-
-
-class Refusal(Exception):
-    """A request that is not answered, and why; `code` is for programs."""
-
-    def __init__(self, message: str, code: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.code = code
-        self.status = status
 
 
 class Gateway:
-    """The endpoints of all episodes that are played on one event loop.
+    """The endpoints of all episodes that are played on one event loop. The server ends with the loop.
 
     Example::
 
         gateway = Gateway()
         gateway.endpoints["sk-1"] = endpoint
-        client = AsyncOpenAI(base_url="http://gateway/v1", api_key="sk-1", http_client=...)     # of gateway.app
+        client = AsyncOpenAI(base_url=gateway.base_url, api_key="sk-1")
     """
 
     def __init__(self) -> None:
+        """Listen on a free port. Connections wait there until the server takes them."""
         self.endpoints: dict[str, EpisodeEndpoint] = {}
-        self.base_url = ""
         answers = [Route(one.path, functools.partial(self._answer, one), methods=["POST"]) for one in DIALECTS]
-        self.app = Starlette(routes=[*answers, Route("/v1/models", self._models, methods=["GET"])])
-
-    async def start(self) -> None:
-        """Listen on a free port; the server ends with the event loop."""
-        loop = asyncio.get_running_loop()
-        listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-        self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        options = {"log_config": None, "log_level": "critical", "access_log": False, "lifespan": "off", "ws": "none"}
-        server = uvicorn.Server(uvicorn.Config(self.app, backlog=BACKLOG, **options))
+        self.app = Starlette(routes=[*answers, Route("/v1/models", _models, methods=["GET"])])
+        # All agents of a step begin at once, and wait to be taken.
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self.base_url = f"http://127.0.0.1:{self.listener.getsockname()[1]}/v1"
+        config = uvicorn.Config(
+            self.app,
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+        )
+        self.server = uvicorn.Server(config)
         # Ctrl-C is the run's.
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-        serving = loop.create_task(server.serve(sockets=[listener]))
-        serving.add_done_callback(lambda _: _close(loop, server, listener))
-        while not server.started:
-            await asyncio.sleep(0.001)
+        self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        self.loop = asyncio.get_running_loop()
+        _GATEWAYS[self.loop] = self
+        serving = self.loop.create_task(self.server.serve(sockets=[self.listener]))
+        serving.add_done_callback(self._close)
 
-    async def _models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "trueturn"}]})
+    def _close(self, serving: object) -> None:
+        """Close what the server holds when its event loop ends."""
+        _GATEWAYS.pop(self.loop, None)
+        self.listener.close()
+        for connection in tuple(self.server.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
 
-    async def _answer(self, dialect: Dialect, request: Request) -> Response:
+    async def _answer(self, dialect: Chat, request: Request) -> Response:
         endpoint = self.endpoints.get(_key(request))
         if endpoint is None:
             rule = "the key must be that of an episode which is played now (OPENAI_API_KEY)"
-            return _json(dialect.error(rule, "invalid_api_key", None), 401)
+            return _json(dialect.error(Refusal(rule, "invalid_api_key")), 401)
         try:
             body = await _body(request)
-            asked = await _read(body, dialect, endpoint)
-            digest = hashlib.blake2b(body, digest_size=16).digest()
+            if len(body) <= SMALL_BODY:
+                asked = _read(body, dialect, endpoint)
+            else:
+                asked = await asyncio.to_thread(_read, body, dialect, endpoint)
             # Clients of OpenAI count how often they have sent a request.
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            choices = await endpoint.answer(asked, digest, is_retry)
+            choices = await endpoint.answer(asked, hash(body), is_retry)
         except ClientDisconnect:
             return Response(status_code=400)
-        except UserError as error:
-            endpoint.refuse(error)
-            return _json(dialect.error(str(error), "invalid_value", error.field), 400)
-        except Refusal as refusal:
-            endpoint.refuse(refusal)
-            return _json(dialect.error(str(refusal), refusal.code, None), refusal.status)
-        answer_id = secrets.token_hex(8)
-        if not asked.stream:
-            return _json(dialect.write(asked, choices, answer_id))
-        return Response(as_stream(dialect.events(asked, choices, answer_id)), media_type="text/event-stream")
+        except (UserError, Refusal) as error:
+            refusal = endpoint.refuse(error)
+            return _json(dialect.error(refusal), refusal.status)
+        written = dialect.write(asked, choices)
+        if asked.stream:
+            return Response(dialect.stream(written, asked.stream_options), media_type="text/event-stream")
+        return _json(written)
 
 
 def _key(request: Request) -> str:
@@ -123,48 +119,30 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _read(body: bytes, dialect: Dialect, endpoint: EpisodeEndpoint) -> chat.Asked:
-    def read() -> chat.Asked:
-        return chat.read_request(dialect.read(chat.read_json(body)), endpoint.loop.sampling, endpoint.shelf)
-
+def _read(body: bytes, dialect: Chat, endpoint: EpisodeEndpoint) -> Asked:
     try:
-        if len(body) <= SMALL_BODY:
-            return read()
-        return await asyncio.to_thread(read)
+        return read_request(dialect.read(read_json(body)), endpoint.loop.sampling, endpoint.images)
     except (RecursionError, MemoryError) as error:  # nested too deeply, for example
         raise UserError("the body", "must be one that can be read", first_line(error), "send less") from error
 
 
-def _json(value: Mapping[str, Any], status: int = 200) -> Response:
+def _json(value: Json, status: int = 200) -> Response:
+    # As ASCII: a model can write half of a surrogate pair, which no other encoding has.
     return Response(json.dumps(value), status, media_type="application/json")
 
 
-#: One per event loop; it ends with its loop.
-_GATEWAYS: dict[asyncio.AbstractEventLoop, asyncio.Task[Gateway]] = {}
+async def _models(request: Request) -> Response:
+    return _json({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "trueturn"}]})
 
 
-def _close(loop: asyncio.AbstractEventLoop, server: uvicorn.Server, listener: socket.socket) -> None:
-    """Close what a server holds whose event loop ends."""
-    _GATEWAYS.pop(loop, None)
-    listener.close()
-    for connection in tuple(server.server_state.connections):
-        connection.transport.abort()  # type: ignore[union-attr]
+#: One per event loop.
+_GATEWAYS: dict[asyncio.AbstractEventLoop, Gateway] = {}
 
 
-async def _started() -> Gateway:
-    gateway = Gateway()
-    await gateway.start()
-    return gateway
-
-
-@contextlib.asynccontextmanager
-async def open_endpoint(endpoint: EpisodeEndpoint) -> AsyncIterator[tuple[str, str]]:
+@contextlib.contextmanager
+def open_endpoint(endpoint: EpisodeEndpoint) -> Iterator[tuple[str, str]]:
     """Serve an episode; yields its base URL and its key. The first one of an event loop starts the server."""
-    loop = asyncio.get_running_loop()
-    if loop not in _GATEWAYS:
-        _GATEWAYS[loop] = loop.create_task(_started())
-    # An episode that is aborted must not stop the server of the others.
-    gateway = await asyncio.shield(_GATEWAYS[loop])
+    gateway = _GATEWAYS.get(asyncio.get_running_loop()) or Gateway()
     key = f"sk-{secrets.token_urlsafe(24)}"
     gateway.endpoints[key] = endpoint
     try:

@@ -53,6 +53,9 @@ class EpisodeState:
         """Go on in a new stream."""
         # The problem's own, where an agent said something else before anybody has read it.
         self.streams = [each for each in self.streams if each.ids]
+        if not self.streams:
+            self.num_prompt = len(stream.messages)
+            self.tools = stream.tools
         self.place = len(self.streams)
         self.streams.append(stream)
 

@@ -87,12 +87,12 @@ def double_lone_backslashes(text: str) -> str:
 
 
 def interpret(value: Any) -> ToolCall | ToolCallError:
-    """Check the shape of a decoded call; an error is returned unchanged.
+    """Check the shape of a decoded call; one that was read already, or an error, is returned unchanged.
 
     >>> interpret({"function": {"name": "f", "arguments": '{"a": 1}'}})
     ToolCall(name='f', arguments={'a': 1})
     """
-    if isinstance(value, ToolCallError):
+    if isinstance(value, ToolCall | ToolCallError):
         return value
     if not isinstance(value, dict):
         return ToolCallError("The call must be a JSON object.")

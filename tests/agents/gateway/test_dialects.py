@@ -99,6 +99,7 @@ def test_a_conversation_in_anthropics_messages_is_the_same_stream(renderer: Rend
     [
         (RESPONSES, {"input": 5}, "input: must be a text or a list of objects"),
         (RESPONSES, {"input": [{"type": "web_search_call"}]}, "input[0].type: must be a message"),
+        (CHAT, {"messages": [{}] * 10_001}, "messages: must be a text or a list of objects, at most 10000"),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "content[0].type"),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "as base64"),
     ],
