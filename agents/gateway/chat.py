@@ -47,6 +47,10 @@ class Refusal(Exception):
         self.param = param
 
 
+#: A text that is not empty: an empty stop string would cut every answer to nothing.
+_Word = Annotated[str, Field(min_length=1)]
+
+
 class Asked(BaseModel):
     """What a request for chat completions asks for, checked."""
 
@@ -60,7 +64,7 @@ class Asked(BaseModel):
     n: int = Field(default=1, ge=1, le=16)
     max_tokens: int = Field(default=0, ge=1)
     max_completion_tokens: int = Field(default=0, ge=1)
-    stop: str | list[Annotated[str, Field(min_length=1)]] = []
+    stop: _Word | list[_Word] = []
     stream: bool = False
     stream_options: Json = {}
     logprobs: bool = False

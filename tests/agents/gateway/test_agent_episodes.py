@@ -153,6 +153,7 @@ def test_what_the_assistant_never_said_is_written_as_the_model_would_write_it(re
 
 def test_a_stop_string_cuts_the_answer_and_the_stream_keeps_what_was_sampled(renderer: Renderer) -> None:
     def agent(task: dict[str, Any], ask: Ask) -> str:
+        assert ask(task["messages"], stop="")[0] == 400
         answer = said(ask(task["messages"], stop=[" two"]))
         ask([*task["messages"], answer, USER])
         return answer["content"]
