@@ -68,9 +68,9 @@ def test_an_entry_of_an_agent_that_cannot_be_meant_is_an_error(entry: Mapping[st
     ],
 )
 def test_what_an_agent_lacks_is_told_before_anything_is_played(
-    entry: Mapping[str, Any], rule: str, monkeypatch: pytest.MonkeyPatch
+    entry: Mapping[str, Any], rule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=rule):
         load_env(spec_of(**entry))
 
