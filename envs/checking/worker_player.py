@@ -16,7 +16,7 @@ from typing import Any
 
 from envs.checking.call_timer import GRACE_S, CallTimer, LostCall
 from envs.checking.episodes import Fault, PlayedEpisode, Script, checked_prompt, play_episode
-from envs.checking.findings import digest, quoted
+from envs.checking.findings import fingerprint, quoted
 from envs.checking.leftovers import Generators, ProcessState
 from envs.env import EnvArgs
 from envs.errors import UserError
@@ -179,7 +179,7 @@ class _Playing:
         self._build_env = spec.load_here()
         self._limits = replace(EnvLimits.of(spec), on_tool_fault=args.on_tool_fault)
         self._prompts = [checked_prompt(sample) for sample in samples]  # decode once, not for every episode
-        self._fingerprints = list(map(_fingerprint, samples))
+        self._fingerprints = self._states()
         self._loop = asyncio.Runner()
         self._num_played = 0
 
@@ -210,15 +210,13 @@ class _Playing:
         return ProcessState.now(self._folder / TEMPORARY, self._folder / OUTPUT)
 
     def changed(self) -> list[int]:
-        now = map(_fingerprint, self._samples)
-        return [place for place, (old, new) in enumerate(zip(self._fingerprints, now, strict=True)) if old != new]
+        return [place for place, state in enumerate(self._states()) if state != self._fingerprints[place]]
+
+    def _states(self) -> list[object]:
+        return [(fingerprint(sample), repr(sample.metadata)) for sample in self._samples]
 
 
 _playing: _Playing
-
-
-def _fingerprint(sample: Sample) -> tuple[object, ...]:
-    return digest(checked_prompt(sample)), sample.label, repr(sample.metadata)
 
 
 def _enter(directory: str, variables: dict[str, str], folder: Path) -> None:
