@@ -50,7 +50,9 @@ def only_episode(recording: Recording, selection: SelectionConfig) -> EpisodeRec
     # A third one is all that the message needs to know of the others.
     found = list(islice(select_episodes(recording.episodes(), selection), 3))
     if len(found) != 1:
-        got = f"{', '.join(episode.id for episode in found[:2])}{' and more' * (len(found) > 2)}" or "none"
+        got = ", ".join(episode.id for episode in found[:2]) or "none"
+        if len(found) > 2:
+            got += " and more"
         raise UserError("--id", "must select one episode to continue", got, "name one, as train-12-3")
     return found[0]
 
@@ -180,9 +182,11 @@ def seeds_of(episode: EpisodeRecord, config: ForkConfig) -> tuple[int, ...]:
 
     Example: `--samples 2` and an episode with seed 7 give `(7, derive_seed(7, 1))`.
     """
-    if config.seed is not None:
-        return tuple(derive_seed(config.seed, number) for number in range(config.samples))
-    return (episode.seed, *(derive_seed(episode.seed, number) for number in range(1, config.samples)))
+    start = episode.seed if config.seed is None else config.seed
+    seeds = [derive_seed(start, number) for number in range(config.samples)]
+    if config.seed is None:
+        seeds[0] = episode.seed
+    return tuple(seeds)
 
 
 # The end --------------------------------------------------------------------------------------------------------------
@@ -193,10 +197,7 @@ def _report_one(fork: Fork, played: Trajectory, terminal: Terminal, gallery: Gal
     if config.by == "model":
         show_messages(played.opening, "start", terminal, gallery)
         for number, turn in enumerate(played.turns, 1):
-            if number <= fork.turn:
-                note = ", recorded"
-            else:
-                note = ""
+            note = ", recorded" if number <= fork.turn else ""
             terminal.say(f"--- turn {number}{note}\n{turn.text}")
             if number < len(played.turns):
                 show_answer(turn, number, turn.done, terminal, gallery)
@@ -210,11 +211,8 @@ def _tabulate(trajectories: Sequence[Trajectory], terminal: Terminal) -> int:
         terminal.say(f"{n:<6}  {t.reward:>7.3g}  {len(t.turns):>5}  {t.num_model_tokens:>7}  {t.end_reason}")
     # The mean of what would count in training; a broken episode has no reward.
     rewards = [t.reward for t in trajectories if t.end_reason.is_valid]
+    outcome = "no reward"
     if rewards:
         outcome = f"mean reward {sum(rewards) / len(rewards):.3g}, best {max(rewards):.3g}"
-    else:
-        outcome = "no reward"
     terminal.say(f"--- end: {len(rewards)} of {len(trajectories)} samples count, {outcome}")
-    if rewards:
-        return 0
-    return 1
+    return int(not rewards)
