@@ -33,11 +33,6 @@ class Way:
     max_turns: int
     use_tools: bool
 
-    @property
-    def title(self) -> str:
-        """The name in tables."""
-        return self.name.replace("_", " ")
-
 
 def ways(max_turns: int, has_tools: bool, tools: Tools = "both", required: bool = False) -> tuple[Way, ...]:
     """Return the ways to evaluate: over all turns and, if there are tools, without them in one turn.

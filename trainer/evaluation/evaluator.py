@@ -250,10 +250,14 @@ class Evaluator:
     ) -> None:
         """Calls `on_episode(trajectory)` when an episode ends."""
         self._on_episode = on_episode
-        self.context, self.config, self.display = context, context.config, display
+        self.context = context
+        self.config = context.config
+        self.display = display
         self._players: dict[str, ProblemPlayer] = {}
         self._usage: dict[str, Counter[str]] = {}
-        self._recorder = self._make_recorder()
+        self._recorder: Recorder | None = None
+        if self.config.measurement.record:
+            self._recorder = context.recorder({way.name: context.episode(way) for way in context.ways})
         self._faults: set[str] = set()
         #: How many episodes broke, by the line of the error that says why.
         self.causes = Counter[str]()
@@ -286,11 +290,6 @@ class Evaluator:
             finally:
                 # Last, even where the disk is full: servers must not outlive the command.
                 await context.engine.close()
-
-    def _make_recorder(self) -> Recorder | None:
-        if not self.config.measurement.record:
-            return None
-        return self.context.recorder({way.name: self.context.episode(way) for way in self.context.ways})
 
     async def _play(self, way: Way) -> None:
         context = self.context

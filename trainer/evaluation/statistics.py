@@ -80,17 +80,14 @@ def pass_at_k(num: int, num_right: int, k: int) -> float:
     return (ways - math.comb(num - num_right, k)) / ways
 
 
-def bootstrap(values_P: ArrayLike, how: Intervals, weights_P: ArrayLike | None = None) -> tuple[float, float]:
+def bootstrap(values_P: ArrayLike, how: Intervals, weights_P: ArrayLike = 1.0) -> tuple[float, float]:
     """Return the percentile interval of a mean, or weighted mean, over problems.
 
     Each resample draws all P problems with replacement; the interval lies between quantiles of the resamples' means
     (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3).
     """
     values = np.asarray(values_P, dtype=np.float64)
-    if weights_P is None:
-        weights = np.ones_like(values)
-    else:
-        weights = np.asarray(weights_P, dtype=np.float64)
+    weights = np.full_like(values, weights_P)
     # Seeded anew for each figure: one figure more must not change the others.
     rng = np.random.default_rng(how.seed)
     num = len(values)
@@ -116,7 +113,7 @@ def estimate_mean(
     values_P: Sequence[float],
     how: Intervals,
     bounds: tuple[float, float] = (0.0, 1.0),
-    weights_P: Sequence[float] | None = None,
+    weights_P: ArrayLike = 1.0,
 ) -> Estimate:
     """Return a mean over problems, weighted if weights are given, with its bootstrap interval.
 
@@ -124,21 +121,19 @@ def estimate_mean(
     is `v + u (low - v)` to `v + u (high - v)`: at most a share `u` of all problems has another value, within `bounds`,
     where `u` is the upper Wilson bound of 0 in P. For shares of 0 or 1, this is Wilson's interval over problems.
     """
-    if weights_P is None:
-        weights = [1.0] * len(values_P)
-    else:
-        weights = weights_P
+    values = np.asarray(values_P, dtype=np.float64)
+    weights = np.full_like(values, weights_P)
     # What has weight 0 adds nothing to any mean, whatever its value.
-    seen = [value for value, weight in zip(values_P, weights, strict=True) if weight > 0]
-    assert seen, f"a mean needs a value, got {len(values_P)} of weight 0"
+    seen = values[weights > 0].tolist()
+    assert seen, f"a mean needs a value, got {len(values)} of weight 0"
     if min(seen) == max(seen):
         value = seen[0]
         # The bound for something that was never seen in so many problems.
         most = wilson(0, len(seen), how.confidence)[1]
         low, high = (value + most * (bound - value) for bound in bounds)
         return Estimate(value, low, high, len(seen), "constant")
-    value = float(np.average(values_P, weights=weights))
-    return Estimate(value, *bootstrap(values_P, how, weights), len(seen), "bootstrap")
+    value = float(np.average(values, weights=weights))
+    return Estimate(value, *bootstrap(values, how, weights), len(seen), "bootstrap")
 
 
 def estimate_share(num_right_P: Sequence[int], num_samples: int, how: Intervals) -> Estimate:
