@@ -16,7 +16,7 @@ from trainer.planning.memory import MetaNetworks, Parameters
 from trainer.preflight.checks.chat_template import check_conventions
 from trainer.preflight.checks.free_memory import FreeMemory
 from trainer.preflight.checks.memory import check_memory, on_gpu
-from trainer.preflight.checks.storage import DiskNeed, check_folder
+from trainer.preflight.checks.storage import check_folder, disk_need
 from trainer.preflight.checks.versions import check_versions, read_versions
 from trainer.setup.backend import check_backend
 from trainer.setup.model_source import resolve_model, template_options
@@ -74,8 +74,7 @@ class ConfigChecks:
         """Check the permissions and the free space for what a run writes."""
         config = self.config
         num_trained = Parameters.of(self.networks.trained(config.learner)).trained
-        need = DiskNeed.of(config, self.networks.num_parameters, num_trained, config.uses_servers)
-        return check_folder(config.log.out, need)
+        return check_folder(config.log.out, disk_need(config, self.networks.num_parameters, num_trained))
 
     def memory(self) -> Verdict:
         """Compare the memory that learner and engine need with what is free."""
