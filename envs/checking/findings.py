@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from envs.checking.episodes import Fault, Kind, PlayedEpisode, checked_prompt
 from envs.checking.leftovers import ProcessState
 from envs.checks import Broken
 from envs.env import EnvArgs
+from envs.errors import shortened
 from envs.execution.runner import StepResult
 from envs.images import image_digest
 from envs.spec import EnvSpec
@@ -104,11 +106,10 @@ def grouped(faults: Iterable[tuple[PlayedEpisode, str, str]]) -> list[str]:
 def listed(items: Iterable[str]) -> str:
     """List the first three distinct items and count the rest."""
     distinct = list(dict.fromkeys(items))
+    shown = distinct[:MAX_SHOWN]
     if len(distinct) > MAX_SHOWN:
-        more = f"; and {len(distinct) - MAX_SHOWN} more"
-    else:
-        more = ""
-    return "; ".join(distinct[:MAX_SHOWN]) + more
+        shown.append(f"and {len(distinct) - MAX_SHOWN} more")
+    return "; ".join(shown)
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -119,7 +120,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 def quoted(text: str) -> str:
     """Write the beginning of a text in quotes."""
-    return repr(text if len(text) <= 40 else text[:37] + "...")
+    return repr(shortened(text, 40))
 
 
 def texts(messages: Iterable[Message]) -> list[str]:
@@ -145,8 +146,7 @@ def unlike(one: Sequence[Message], other: Sequence[Message]) -> str:
     first = "".join(texts(one))
     second = "".join(texts(other))
     if first != second:
-        same = next((place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
-        start = max(0, same - 10)
+        start = max(0, len(os.path.commonprefix([first, second])) - 10)  # noqa: RUF071 - characters are meant
         return f"{quoted(first[start:])} and {quoted(second[start:])}"
     return "the texts are the same, the images differ"
 
