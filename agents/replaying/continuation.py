@@ -17,8 +17,7 @@ from agents.cli.terminal import (
     print_early_end,
     print_summary,
     run_interruptible,
-    show_answer,
-    show_messages,
+    show_episode,
 )
 from agents.cli.text import counted
 from agents.engines.scripted import ScriptedEngine
@@ -100,10 +99,12 @@ def run_fork(
         manifest = build_manifest(spec, renderer, model, {PLAY: loop})
         record_played(record, trajectories, manifest, renderer.encoder.spell)
         terminal.say(f"recorded in {config.record}")
-    if len(trajectories) == 1:
-        code = _report_one(fork, trajectories[0], terminal, gallery, config)
-    else:
+    if len(trajectories) > 1:
         code = _tabulate(trajectories, terminal)
+    elif config.by == "model":
+        code = show_episode(trajectories[0], "start", terminal, gallery, fork.turn)
+    else:
+        code = print_summary(trajectories[0], terminal, gallery)
     terminal.say(_recorded_end(episode))
     if all(len(trajectory.turns) <= fork.turn for trajectory in trajectories):
         terminal.say(f"--- no turn was added: the episode ended before turn {fork.turn + 1}")
@@ -190,18 +191,6 @@ def seeds_of(episode: EpisodeRecord, config: ForkConfig) -> tuple[int, ...]:
 
 
 # The end --------------------------------------------------------------------------------------------------------------
-
-
-def _report_one(fork: Fork, played: Trajectory, terminal: Terminal, gallery: Gallery, config: ForkConfig) -> int:
-    """Print how one continuation ended; for a model's, print the episode first, as a person sees it while playing."""
-    if config.by == "model":
-        show_messages(played.opening, "start", terminal, gallery)
-        for number, turn in enumerate(played.turns, 1):
-            note = ", recorded" if number <= fork.turn else ""
-            terminal.say(f"--- turn {number}{note}\n{turn.text}")
-            if number < len(played.turns):
-                show_answer(turn, number, turn.done, terminal, gallery)
-    return print_summary(played, terminal, gallery)
 
 
 def _tabulate(trajectories: Sequence[Trajectory], terminal: Terminal) -> int:
