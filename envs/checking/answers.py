@@ -12,7 +12,7 @@ from typing import Any
 
 from envs.checking.episodes import PlayedEpisode, Script
 from envs.checking.findings import NOT_REACHED, Evidence, listed, names_label, quoted, refuse, texts, where
-from envs.checking.hostile import example_arguments, write_call
+from envs.checking.hostile import MAX_TOOLS, example_arguments, write_call
 from envs.checking.messages import usable
 from envs.checks import NotApplicable
 from envs.env import EnvArgs
@@ -22,7 +22,6 @@ from envs.tool_calls import outside_tool_calls
 NO_ANSWER = "That is all."
 #: How a model may write its final answer.
 FORMS = {"\\boxed{label}": "\\boxed{%s}", "Answer: label": "Answer: %s", "label": "%s"}
-MAX_TOOLS = 6
 #: A number with fewer digits was written by a person.
 MIN_ROUNDED_DIGITS = 15
 
