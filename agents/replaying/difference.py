@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from agents.cli.text import excerpt_pair
 from agents.recording.schema import EpisodeRecord
 from agents.replaying.episode_result import CONTINUES, EpisodeResult, recorded_result
-from agents.replaying.stream_replayer import StreamResult
+from agents.replaying.stream_replayer import StreamResult, TokenTexts
 from agents.rollout.stream import first_difference
 from agents.types import EndReason, TokenStream
 from envs.execution.runner import last_line
@@ -86,13 +86,8 @@ def shortened(difference: Difference) -> Difference:
     return replace(difference, place=place, recorded=old, replayed=new)
 
 
-def differences(
-    episode: EpisodeRecord,
-    result: EpisodeResult,
-    num_turns: int | None = None,
-    token_texts: Callable[[Sequence[int]], list[Any]] = list,
-) -> tuple[Difference, ...]:
-    """Return the differences, at most one of a kind for each turn; `token_texts` adds texts to token ids.
+def differences(episode: EpisodeRecord, result: EpisodeResult, num_turns: int | None = None) -> tuple[Difference, ...]:
+    """Return the differences, at most one of a kind for each turn.
 
     Example: `differences(episode, result)[0]` is `Difference("reward", None, "", 1.0, 0.0)`.
     """
@@ -109,7 +104,7 @@ def differences(
         found += _values(INFO, number, _without_calls(old.info), _without_calls(new.info))
         found += _values(DONE, number, old.done, new.done)
     if isinstance(result, StreamResult):
-        found += _streams(episode, result, recorded.end == result.end, token_texts)
+        found += _streams(episode, result, recorded.end == result.end)
     # The order of the table, so that the first difference is also its first row.
     return tuple(sorted(found, key=lambda each: KINDS.index(each.kind)))
 
@@ -217,12 +212,10 @@ def unequal(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any
         yield place, old, new
 
 
-def _streams(
-    e: EpisodeRecord, result: StreamResult, ends_alike: bool, token_texts: Callable[[Sequence[int]], list[Any]]
-) -> Iterator[Difference]:
+def _streams(e: EpisodeRecord, result: StreamResult, ends_alike: bool) -> Iterator[Difference]:
     """Yield the first difference of the token streams; if the episodes end differently, as far as both go."""
     for number, (old, new) in enumerate(zip(e.streams, result.streams, strict=False)):
-        found = list(_stream(e, number, old, new, ends_alike, token_texts))
+        found = list(_stream(e, number, old, new, ends_alike, result.token_texts))
         yield from found
         if any(difference.kind == TOKENS for difference in found):
             return  # what follows is shifted
@@ -239,7 +232,7 @@ def _stream(
     old: TokenStream,
     new: TokenStream,
     ends_alike: bool,
-    token_texts: Callable[[Sequence[int]], list[Any]],
+    token_texts: TokenTexts,
 ) -> Iterator[Difference]:
     """Yield the first difference of one stream."""
     name = f"stream {number + 1} " if number else ""

@@ -12,7 +12,6 @@ from agents.recording.json_values import message_to_json, to_json
 from agents.recording.schema import IMAGES, EpisodeRecord
 from agents.types import EndReason
 from envs.images import image_digest
-from envs.types import Message
 
 #: Instead of an end reason: the environment wants another turn, but the recording has none.
 CONTINUES = "continues"
@@ -49,7 +48,7 @@ class EpisodeResult:
     error: str | None
 
 
-def as_recorded(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+def as_recorded(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Return messages in recorded form, with images named by the hash of their pixels."""
     return tuple(message_to_json(message, _name) for message in messages)
 
@@ -58,7 +57,9 @@ def _name(image: Image.Image) -> str:
     return f"{IMAGES}/{image_digest(image.convert('RGB'))}.png"
 
 
-def answered_turn(text: str, observations: Sequence[Message], info: Mapping[str, Any], done: bool) -> TurnResult:
+def answered_turn(
+    text: str, observations: Sequence[Mapping[str, Any]], info: Mapping[str, Any], done: bool
+) -> TurnResult:
     """Return the environment's answer to a turn, in recorded form."""
     return TurnResult(text, as_recorded(observations), to_json(dict(info)), done)
 

@@ -21,7 +21,7 @@ from agents.rendering.renderer import Renderer
 from agents.replaying.difference import Difference, differences
 from agents.replaying.recorded_engine import RecordedEngine, recorded_completions
 from agents.replaying.replayer import ReplayContext
-from agents.replaying.stream_replayer import StreamReplayer, recorded_loop, token_texts
+from agents.replaying.stream_replayer import StreamReplayer, recorded_loop
 from agents.rollout.episode import Episode
 from agents.types import Completion, Trajectory
 from envs.config.settings import Section
@@ -79,7 +79,7 @@ class Fork:
     async def changes(self) -> tuple[Difference, ...]:
         """Replay the turns before the fork, and return what the engine will read otherwise than recorded."""
         result = await StreamReplayer(self.context, self.renderer).play(self.episode, self.turn)
-        return differences(self.episode, result, self.turn, lambda ids: token_texts(self.renderer, ids))
+        return differences(self.episode, result, self.turn)
 
     def loop(self, engine: Engine, num_plays: int) -> Episode:
         """Return the agent loop for `num_plays` episodes in which an engine continues after the recorded turns."""

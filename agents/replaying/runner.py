@@ -12,7 +12,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from agents.recording.schema import EpisodeRecord
 from agents.replaying.difference import END, Difference, differences, shortened, unequal
@@ -86,7 +85,6 @@ async def replay(
     replayer: Replayer,
     episodes: Iterable[EpisodeRecord],
     max_concurrent: int = 64,
-    token_texts: Callable[[Sequence[int]], list[Any]] = list,
     on_episode: Callable[[], None] = lambda: None,
 ) -> ReplaySummary:
     """Replay all episodes and return what differs.
@@ -101,7 +99,7 @@ async def replay(
 
     async def one(place: int, episode: EpisodeRecord) -> None:
         try:
-            differing = differences(episode, await replayer.play(episode), token_texts=token_texts)
+            differing = differences(episode, await replayer.play(episode))
         except UserError as error:
             summary.skip("cannot be read", f"{episode.id}: {error}")
             return
@@ -122,7 +120,7 @@ async def replay(
     # First those that differ, then some that do not.
     candidates.sort(key=lambda candidate: not candidate[2])
     for place, episode, before in candidates[:MAX_ALONE]:
-        alone = differences(episode, await replayer.play(episode), token_texts=token_texts)
+        alone = differences(episode, await replayer.play(episode))
         summary.num_alone += 1
         if not _are_alike(alone, before):
             summary.unsteady.append(episode.id)

@@ -6,7 +6,7 @@ processor and environment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +30,23 @@ from agents.types import EndReason, SamplingParams, TokenStream, Trajectory
 from envs.spec import EnvLimits
 from envs.types import Sample
 
+#: Returns ids with their texts.
+TokenTexts = Callable[[Sequence[int]], list[Any]]
+
 
 @dataclass(frozen=True)
 class StreamResult(EpisodeResult):
-    """The result of an episode with its token streams; `spans` are the turns' (stream, start, end)."""
+    """The result of an episode with its token streams; `spans` are the turns' (stream, start, end).
+
+    `token_texts` adds their texts to token ids.
+    """
 
     streams: tuple[TokenStream, ...]
     spans: tuple[tuple[int, int, int], ...]
+    token_texts: TokenTexts
 
 
+@dataclass(frozen=True)
 class StreamReplayer:
     """Replays episodes with the agent loop.
 
@@ -48,9 +56,8 @@ class StreamReplayer:
         result.streams[0].ids_T.tolist() == list(episode.ids)      # True
     """
 
-    def __init__(self, context: ReplayContext, renderer: Renderer) -> None:
-        self.context = context
-        self.renderer = renderer
+    context: ReplayContext
+    renderer: Renderer
 
     async def play(self, episode: EpisodeRecord, num_turns: int | None = None) -> EpisodeResult:
         """Return today's result of the episode, or of its first `num_turns` turns.
@@ -69,7 +76,12 @@ class StreamReplayer:
         engine = RecordedEngine([answers], way.context_length)
         loop = recorded_loop(engine, self.context, self.renderer, sample, way, every)
         trajectory = await loop.run(sample, lambda: self.context.make_env(sample, way), episode.seed)
-        return stream_result(trajectory, len(answers))
+        return stream_result(trajectory, len(answers), self.token_texts)
+
+    def token_texts(self, ids: Sequence[int]) -> list[Any]:
+        """Return ids with their texts for a report: `[[151644, "<|im_start|>"], [198, "\\n"]]`."""
+        spell = self.renderer.encoder.spell
+        return [[each, spell(each).decode("utf-8", errors="replace")] for each in ids]
 
 
 def recorded_loop(
@@ -93,7 +105,7 @@ def recorded_loop(
     )
 
 
-def stream_result(t: Trajectory, num_answers: int) -> StreamResult:
+def stream_result(t: Trajectory, num_answers: int, token_texts: TokenTexts) -> StreamResult:
     """Return the result of a trajectory; a turn after `num_answers` was requested but is not in the recording."""
     recorded = t.turns[:num_answers]
     continues = len(t.turns) > num_answers
@@ -102,15 +114,13 @@ def stream_result(t: Trajectory, num_answers: int) -> StreamResult:
     is_faulty = t.end_reason in (EndReason.ENV_ERROR, EndReason.ENV_TIMEOUT)
     # The environment sees no turn that was cut, and a fault leaves none of its answers.
     turns = [
-        answered_turn(turn.text, [dict(m) for m in turn.observations], turn.info, turn.done)
-        if turn.finish == "stop"
-        else None
+        answered_turn(turn.text, turn.observations, turn.info, turn.done) if turn.finish == "stop" else None
         for turn in recorded
     ]
     if is_faulty:
         drop_unanswered(turns)
     return StreamResult(
-        first=as_recorded([dict(m) for m in t.opening[t.num_prompt_messages :]]) if is_open else None,
+        first=as_recorded(t.opening[t.num_prompt_messages :]) if is_open else None,
         turns=tuple(turns),
         tools=tools_digest(t.tools) if is_open else None,
         reward=None if continues or is_faulty else t.reward,
@@ -118,9 +128,5 @@ def stream_result(t: Trajectory, num_answers: int) -> StreamResult:
         error=t.error,
         streams=t.streams,
         spans=tuple((turn.stream, turn.start, turn.end) for turn in recorded),
+        token_texts=token_texts,
     )
-
-
-def token_texts(renderer: Renderer, ids: Sequence[int]) -> list[Any]:
-    """Return ids with their texts for a report: `[[151644, "<|im_start|>"], [198, "\\n"]]`."""
-    return [[each, renderer.encoder.spell(each).decode("utf-8", errors="replace")] for each in ids]
