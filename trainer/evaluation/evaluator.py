@@ -328,7 +328,7 @@ class Evaluator:
     def _make_report(self, partial: str) -> Report:
         context = self.context
         own = self.config.measurement
-        how = Intervals(own.confidence, own.bootstrap, own.seed)
+        how = Intervals(own.confidence, own.bootstrap, own.seed, context.spec.total_bounds)
         # A way in which nothing was played has no statistics.
         results = {name: player.results for name, player in self._players.items() if player.results}
         pair = tuple(results.values())
@@ -342,9 +342,7 @@ class Evaluator:
             confidence=own.confidence,
             partial=partial,
             seconds=round(time.perf_counter() - self._started, 1),
-            ways={
-                name: summarise(found, own.all_ks, how, context.spec.total_bounds) for name, found in results.items()
-            },
+            ways={name: summarise(found, own.all_ks, how) for name, found in results.items()},
             # Paired by problem: two separate intervals would hide what one way gains.
             difference=compare(pair[0], pair[1], how) if len(pair) == 2 else None,
             usage={name: self._with_cost(usage) for name, usage in self._usage.items() if usage},

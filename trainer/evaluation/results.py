@@ -135,15 +135,10 @@ class Evaluation:
         return self.mean_reward
 
 
-def summarise(
-    results_P: Sequence[ProblemResult],
-    ks: Sequence[int],
-    how: Intervals,
-    reward_bounds: tuple[float, float] = (0.0, 1.0),
-) -> Evaluation:
+def summarise(results_P: Sequence[ProblemResult], ks: Sequence[int], how: Intervals) -> Evaluation:
     """Return the statistics of at least one problem, all with the same number of samples.
 
-    `ks` lists the k of pass@k. `reward_bounds` are the least and the greatest reward, infinite where they are unknown.
+    `ks` lists the k of pass@k.
     """
     assert results_P, "statistics need at least one problem"
     episodes = [episode for result in results_P for episode in result.episodes]
@@ -157,7 +152,7 @@ def summarise(
         num_samples=len(results_P[0].episodes),
         accuracy=_pass_at(1, results_P, how),
         pass_at={k: estimate for k in ks if (estimate := _pass_at(k, results_P, how))},
-        mean_reward=_mean_reward(results_P, how, reward_bounds),
+        mean_reward=_mean_reward(results_P, how),
         num_broken=sum(not episode.end_reason.is_valid for episode in episodes),
         num_truncated=sum(episode.end_reason.is_truncated for episode in episodes),
         num_turns=sum(episode.num_turns for episode in episodes),
@@ -165,10 +160,10 @@ def summarise(
         mean_tokens=fmean(episode.num_tokens for episode in episodes),
         ends=_ends(episodes),
         tool_outcomes=dict(Counter(outcome for e in episodes for outcome in e.outcomes).most_common()),
-        by_tag=_by_tag(results_P, how, reward_bounds),
+        by_tag=_by_tag(results_P, how),
         mean_tool_calls=fmean(episode.num_calls for episode in episodes),
         judges=agreements(episodes),
-        by_env={env: summarise(by_env[env], ks, how, reward_bounds) for env in envs},
+        by_env={env: summarise(by_env[env], ks, how) for env in envs},
     )
 
 
@@ -220,7 +215,7 @@ def _compare_rewards(pairs: Sequence[tuple[ProblemResult, ProblemResult]], how: 
     return estimate_mean(gains_P, how, bounds=(-reach, reach))
 
 
-def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals, bounds: tuple[float, float]) -> Estimate | None:
+def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals) -> Estimate | None:
     """Return the mean over all valid episodes; None if there is none."""
     rewards_P = [result.valid_rewards for result in results_P]
     rewards = [reward for valid in rewards_P for reward in valid]
@@ -229,8 +224,8 @@ def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals, bounds: tup
     # A problem whose episodes all broke has weight 0; its value does not matter.
     means_P = [sum(valid) / len(valid) if valid else 0.0 for valid in rewards_P]
     # A reward beyond its declared bounds moves them: the interval must hold what was seen.
-    low = min(bounds[0], *rewards)
-    high = max(bounds[1], *rewards)
+    low = min(how.reward_bounds[0], *rewards)
+    high = max(how.reward_bounds[1], *rewards)
     # Nothing is known of rewards that were not seen.
     if not math.isfinite(high - low):
         low = min(rewards) - UNKNOWN_REACH
@@ -259,9 +254,7 @@ def _ends(episodes: Sequence[EvaluatedEpisode]) -> dict[str, EndReasonStats]:
     return stats
 
 
-def _by_tag(
-    results_P: Sequence[ProblemResult], how: Intervals, reward_bounds: tuple[float, float]
-) -> dict[str, dict[str, Estimate]]:
+def _by_tag(results_P: Sequence[ProblemResult], how: Intervals) -> dict[str, dict[str, Estimate]]:
     """Return the main figure for each value of each tag; a value whose episodes all broke may have none."""
     tagged: dict[tuple[str, str], list[ProblemResult]] = defaultdict(list)
     for result in results_P:
@@ -272,7 +265,7 @@ def _by_tag(
     for tag, value in sorted(tagged, key=lambda pair: _natural(pair[1])):
         results = tagged[tag, value]
         # A tag may be shared by environments with and without a success.
-        if estimate := _pass_at(1, results, how) or _mean_reward(results, how, reward_bounds):
+        if estimate := _pass_at(1, results, how) or _mean_reward(results, how):
             found[tag][value] = estimate
     return found
 

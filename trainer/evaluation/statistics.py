@@ -23,11 +23,15 @@ MAX_DRAWS = 4_000_000
 
 @dataclass(frozen=True)
 class Intervals:
-    """How to make intervals: the share that should contain the true value, and the bootstrap's resamples and seed."""
+    """How to make intervals: the share that should contain the true value, and the bootstrap's resamples and seed.
+
+    `reward_bounds` are the least and the greatest reward, infinite where they are unknown.
+    """
 
     confidence: float = 0.95
     resamples: int = 10_000
     seed: int = 0
+    reward_bounds: tuple[float, float] = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
