@@ -108,7 +108,7 @@ class WorkerPlayer:
         else:
             what = f"the environment ended the process: {error}; with `isolation: process` it ends its own alone"
         text = f"{call.frames}{what}"
-        episode = PlayedEpisode(_NO_SAMPLE, (), script, has_hung=has_hung)
+        episode = PlayedEpisode(_NO_SAMPLE, script, has_hung=has_hung)
         if call.name == "close":
             return replace(episode, close_error=text)
         name = f"step {call.num_steps}" if call.name == "step" else call.name
@@ -178,7 +178,6 @@ class _Playing:
         watchdog.WATCHDOG = self._timer  # it ends a call by itself, where the program's watchdog needs another process
         self._build_env = spec.load_here()
         self._limits = replace(EnvLimits.of(spec), on_tool_fault=args.on_tool_fault)
-        self._prompts = [checked_prompt(sample) for sample in samples]  # decode once, not for every episode
         self._fingerprints = self._states()
         self._loop = asyncio.Runner()
         self._num_played = 0
@@ -195,7 +194,6 @@ class _Playing:
             play_episode(
                 lambda: self._build_env(sample, self._args),
                 sample,
-                self._prompts[place],
                 script,
                 limits,
                 self._args.max_turns,
@@ -204,7 +202,7 @@ class _Playing:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the environment may have closed it
                 stream.flush()
-        return replace(episode, sample=_NO_SAMPLE, prompt=(), generators=Generators.states())
+        return replace(episode, sample=_NO_SAMPLE, generators=Generators.states())
 
     def state(self) -> ProcessState:
         return ProcessState.now(self._folder / TEMPORARY, self._folder / OUTPUT)
