@@ -7,6 +7,7 @@ and no token stream.
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Protocol
 
 from agents.recording.recorder import tools_digest
@@ -78,6 +79,7 @@ class ReplayContext:
         return self._build_env(private(sample), deepcopy(args))
 
 
+@dataclass(frozen=True)
 class EnvReplayer:
     """Replays episodes with the environment alone.
 
@@ -89,8 +91,7 @@ class EnvReplayer:
         result.reward, result.end      # (1.0, "completed")
     """
 
-    def __init__(self, context: ReplayContext) -> None:
-        self.context = context
+    context: ReplayContext
 
     async def play(self, episode: EpisodeRecord) -> EpisodeResult:
         """Return the environment's result today. Raises `UserError` if an image of the problem is damaged."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from trainer.setup.backend import check_backend
 from trainer.setup.model_source import resolve_model, template_options
 
 
+@dataclass
 class ConfigChecks:
     """Checks a configuration, with what is known of its model without weights.
 
@@ -30,8 +32,7 @@ class ConfigChecks:
         ConfigChecks(config).memory()     # Verdict("ok", "the learner and the engine may take 2.4 GiB, ...")
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    config: RunConfig
 
     @cached_property
     def model_path(self) -> Path | str:
