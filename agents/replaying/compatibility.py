@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 
 from agents.cli.text import excerpt
@@ -60,8 +59,14 @@ def env_notes(manifest: Manifest, spec: EnvSpec) -> list[str]:
         notes.append(f"recorded in '{old.id}', replayed through '{spec.id}'")
     pairs = [(old.parts[part.id], part) for part in spec.entries if part.id in old.parts]
     for then, now in pairs or [(old, spec)]:
-        if values := _changed_values(then.model_dump(mode="json"), now.model_dump(mode="json")):
-            notes.append(f"the entry of '{now.id}' has other values: {values}")
+        before = then.model_dump(mode="json")
+        values = [
+            f"{key} {excerpt(value)} (recorded: {excerpt(before[key])})"
+            for key, value in now.model_dump(mode="json").items()
+            if key not in _IGNORED and value != before[key]
+        ]
+        if values:
+            notes.append(f"the entry of '{now.id}' has other values: {', '.join(values)}")
     digest = spec.source_digest()
     # Empty where the source could not be found, as of a class typed into a notebook.
     if digest != manifest.env_source and manifest.env_source:
@@ -69,11 +74,6 @@ def env_notes(manifest: Manifest, spec: EnvSpec) -> list[str]:
             f"the code of '{spec.id}' is not that of the recording: {digest} (recorded: {manifest.env_source})"
         )
     return notes
-
-
-def _changed_values(then: Mapping[str, object], now: Mapping[str, object]) -> str:
-    changed = [key for key in now if key not in _IGNORED and now[key] != then[key]]
-    return ", ".join(f"{key} {excerpt(now[key])} (recorded: {excerpt(then[key])})" for key in changed)
 
 
 def model_notes(manifest: Manifest, renderer: Renderer) -> list[str]:
