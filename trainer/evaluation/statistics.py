@@ -140,17 +140,10 @@ def estimate_mean(
     return Estimate(value, *bootstrap(values, how, weights), len(seen), "bootstrap")
 
 
-def estimate_share(num_right_P: Sequence[int], num_samples: int, how: Intervals) -> Estimate:
-    """Return the mean over problems of the share of right samples: Wilson's interval for one sample, else bootstrap."""
-    num = len(num_right_P)
+def estimate_pass(num_right_P: Sequence[int], num_samples: int, k: int, how: Intervals) -> Estimate:
+    """Return the mean over problems of `pass_at_k`: Wilson's interval for one sample, else bootstrap."""
     if num_samples == 1:
         num_right = sum(num_right_P)
+        num = len(num_right_P)
         return Estimate(num_right / num, *wilson(num_right, num, how.confidence), num, "wilson")
-    return estimate_mean([right / num_samples for right in num_right_P], how)
-
-
-def estimate_pass(num_right_P: Sequence[int], num_samples: int, k: int, how: Intervals) -> Estimate:
-    """Return the mean over problems of `pass_at_k`."""
-    if k == 1:
-        return estimate_share(num_right_P, num_samples, how)
     return estimate_mean([pass_at_k(num_samples, right, k) for right in num_right_P], how)
