@@ -29,7 +29,7 @@ from agents.replaying.fork import ForkConfig
 from agents.replaying.replayer import EnvReplayer, ReplayContext, Replayer
 from agents.replaying.report import ReportHeader, as_json, print_report, write_report
 from agents.replaying.runner import ReplaySummary, replay
-from agents.replaying.stream_replayer import StreamReplayer, token_texts
+from agents.replaying.stream_replayer import StreamReplayer
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section, with_absolute_paths
 from envs.console import Console
@@ -155,14 +155,11 @@ def replay_all(
         config = ReplayConfig(run="runs/x", model="recorded")
         assert replay_all(config, open_all(config)).differing == []
     """
-    renderer = inputs.renderer
     summary = asyncio.run(
         replay(
             inputs.replayer,
             select_episodes(inputs.source.episodes(), config.selection),
             config.max_concurrent,
-            # Without a tokenizer, ids stand for themselves.
-            (lambda ids: token_texts(renderer, ids)) if renderer else list,
             on_episode,
         )
     )

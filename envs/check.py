@@ -35,7 +35,7 @@ from envs.checking.messages import (
     usable,
 )
 from envs.checking.worker_player import WorkerPlayer, longest_episode_s
-from envs.checks import CheckRun, Finding, Verdict, print_findings
+from envs.checks import CheckRun, Finding, print_findings
 from envs.config.cli import exit_code, parse
 from envs.config.settings import Section
 from envs.console import Console
@@ -50,7 +50,7 @@ from envs.tool_calls import detect_format
 from envs.types import Sample
 
 #: By the name of the row: the check, and how far an episode must have come for it to say anything.
-CHECKS: Mapping[str, tuple[Callable[[Evidence], Verdict], int]] = {
+CHECKS: Mapping[str, tuple[Callable[[Evidence], str], int]] = {
     "contract": (check_contract, NOTHING),
     "prompts": (check_prompts, NOTHING),
     "tools": (check_tools, OPENED),

@@ -6,15 +6,13 @@ Each check returns what was seen, or raises `Broken` or `NotApplicable`. Legend:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from agents.checking.scores import Update, check_gap, check_sight, check_update, text_gap
 from agents.checking.trial import Trial, Turn
-from agents.types import Completion, GenerateRequest, ProcessedImage, SamplingDistribution
+from agents.types import Completion, GenerateRequest, SamplingDistribution
 from envs.checks import Broken, NotApplicable, Verdict
 
 #: Turns that are drawn for the check of the distribution.
@@ -156,9 +154,6 @@ async def check_new_weights(trial: Trial) -> Verdict:
         new = other.logprobs(prompt.ids, prompt.images)
         return text_gap(prompt.ids, old, new, trial.renderer.image_token_id)
 
-    async def score(ids: Sequence[int], images: Sequence[ProcessedImage]) -> NDArray[np.float32]:
-        return network.logprobs(ids, images)
-
     async def turn_gap(request: GenerateRequest, completion: Completion) -> float:
         version = trial.engine.weight_version
         if completion.versions != ((version, len(completion.ids)),):
@@ -167,5 +162,6 @@ async def check_new_weights(trial: Trial) -> Verdict:
         return network.gap(request, completion)
 
     async with trial.first_weights_again():
-        update = Update(run, score, turn_gap, trial.network.dtype)
+        # The network of the moment, which `run` changes.
+        update = Update(run, lambda ids, images: network.score(ids, images), turn_gap, trial.network.dtype)
         return await check_update(trial.engine, prompt, trial.request(prompt), update, trial.renderer)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agents.checking.scores import BOUNDS, LEAST_MOVE
-from agents.model.mrope import mrope_positions
 from agents.model.packed import VisionBatch
 from agents.model.policy import PolicyModel
 from agents.model.stream_logprobs import sampling_logprobs, stream_logprobs
@@ -51,15 +50,13 @@ class Reference:
     @torch.no_grad()
     def table(self, request: GenerateRequest, ids: Sequence[int]) -> Tensor:
         """Return the log-probs (N, V) of every token of a turn, by the request's distribution."""
-        ids_T = np.asarray((*request.ids, *ids), dtype=np.int64)
-        grids = [image.grid_thw for image in request.images]
-        positions_3T = mrope_positions(ids_T, grids, self.model.image_token_id, self.model.merge_size)
+        stream = (*request.ids, *ids)
         # The row before a token decides it: the last token of the prompt decides the first new one.
-        select_BT = torch.zeros(1, len(ids_T), dtype=torch.bool, device=self.device)
+        select_BT = torch.zeros(1, len(stream), dtype=torch.bool, device=self.device)
         select_BT[0, len(request.ids) - 1 : -1] = True
         logits_NV = self.model(
-            torch.from_numpy(ids_T)[None].to(self.device),
-            torch.from_numpy(positions_3T)[:, None].to(self.device),
+            torch.tensor([stream], device=self.device),
+            torch.from_numpy(self.model.positions(stream, request.images))[:, None].to(self.device),
             None,
             select_BT,
             VisionBatch.build([request.images], self.device),

@@ -306,6 +306,22 @@ def show_messages(shown: Sequence[Mapping[str, Any]], where: str, terminal: Term
         terminal.say(f"[{image}]")
 
 
+def show_episode(
+    trajectory: Trajectory, opening: str, terminal: Terminal, gallery: Gallery, num_recorded: int = 0
+) -> int:
+    """Print an episode that has ended as a person sees it while playing, and how it ended; return the exit code.
+
+    `opening` names what is before the first turn; the first `num_recorded` turns are called recorded.
+    """
+    show_messages(trajectory.opening, opening, terminal, gallery)
+    for number, turn in enumerate(trajectory.turns, 1):
+        note = ", recorded" if number <= num_recorded else ""
+        terminal.say(f"--- turn {number}{note}\n{turn.text}")
+        if number < len(trajectory.turns):
+            show_answer(turn, number, turn.done, terminal, gallery)
+    return print_summary(trajectory, terminal, gallery)
+
+
 def print_summary(trajectory: Trajectory, terminal: Terminal, gallery: Gallery) -> int:
     """Print how the episode ended; return the exit code."""
     t = trajectory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agents.cli.terminal import Gallery, Terminal, print_summary, run_interruptible, show_answer, show_messages
+from agents.cli.terminal import Gallery, Terminal, run_interruptible, show_episode
 from agents.endpoints.client import EndpointClient
 from agents.endpoints.demonstrations import Demonstrations
 from agents.endpoints.episode import EndpointEpisode
@@ -39,12 +39,7 @@ def play_endpoint(config: PlayConfig, spec: EnvSpec, build_env: BuildEnv, sample
     trajectory = run_interruptible(
         episode.run(sample, lambda: build_env(sample, args), seed=config.problems.seed, group=config.index)
     )
-    show_messages(trajectory.opening, "prompt", terminal, gallery)
-    for number, turn in enumerate(trajectory.turns, 1):
-        terminal.say(f"--- turn {number}\n{turn.text}")
-        if number < len(trajectory.turns):
-            show_answer(turn, number, turn.done, terminal, gallery)
-    code = print_summary(trajectory, terminal, gallery)
+    code = show_episode(trajectory, "prompt", terminal, gallery)
     demonstrations.add(trajectory)
     if record:
         record_played(record, [trajectory], manifest)

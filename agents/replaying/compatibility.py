@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 
+from agents.cli.text import excerpt
 from agents.recording.manifest import own_registry, template_digest
 from agents.recording.schema import Manifest
 from agents.rendering.renderer import Renderer
@@ -39,12 +38,12 @@ def find_spec(manifest: Manifest, env_id: str, registry: tuple[Path, ...]) -> En
     if env_id:
         fix = f"give the file that has it with --registry; {did_you_mean(wanted, entries)}"
         raise UserError("--env", "must be in the registry", wanted, fix)
-    file = own_registry(manifest)
-    if file:
+    where = "the file that has it with --registry"
+    source = ""
+    if file := own_registry(manifest):
         where = shlex.join(flag_words("registry", file))
-    else:
-        where = "the file that has it with --registry"
-    source = f"; the run had it in {manifest.registry}" * bool(manifest.registry and not file)
+    elif manifest.registry:
+        source = f"; the run had it in {manifest.registry}"
     fix = f"give {where} (no code is taken from a recording{source}), or another --env"
     raise UserError("environment", "must be in the registry", wanted, fix)
 
@@ -58,9 +57,16 @@ def env_notes(manifest: Manifest, spec: EnvSpec) -> list[str]:
     notes = list[str]()
     if old.id != spec.id:
         notes.append(f"recorded in '{old.id}', replayed through '{spec.id}'")
-    for then, now in [(old.parts[part.id], part) for part in spec.entries if part.id in old.parts] or [(old, spec)]:
-        if values := _changed_values(then.model_dump(mode="json"), now.model_dump(mode="json")):
-            notes.append(f"the entry of '{now.id}' has other values: {values}")
+    pairs = [(old.parts[part.id], part) for part in spec.entries if part.id in old.parts]
+    for then, now in pairs or [(old, spec)]:
+        before = then.model_dump(mode="json")
+        values = [
+            f"{key} {excerpt(value)} (recorded: {excerpt(before[key])})"
+            for key, value in now.model_dump(mode="json").items()
+            if key not in _IGNORED and value != before[key]
+        ]
+        if values:
+            notes.append(f"the entry of '{now.id}' has other values: {', '.join(values)}")
     digest = spec.source_digest()
     # Empty where the source could not be found, as of a class typed into a notebook.
     if digest != manifest.env_source and manifest.env_source:
@@ -70,24 +76,9 @@ def env_notes(manifest: Manifest, spec: EnvSpec) -> list[str]:
     return notes
 
 
-def _changed_values(then: Mapping[str, object], now: Mapping[str, object]) -> str:
-    changed = [key for key in now if key not in _IGNORED and now[key] != then[key]]
-    return ", ".join(f"{key} {_shown(now[key])} (recorded: {_shown(then[key])})" for key in changed)
-
-
 def model_notes(manifest: Manifest, renderer: Renderer) -> list[str]:
     """Return a note if the chat template is not the recorded one."""
     digest = template_digest(renderer)
     if digest == manifest.template:
         return []
     return [f"the chat template is not the recorded one: {digest} (recorded: {manifest.template})"]
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, str):
-        text = value
-    else:
-        text = json.dumps(value)
-    if len(text) <= 80:
-        return text
-    return f"{text[:80]}…"

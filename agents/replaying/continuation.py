@@ -17,8 +17,7 @@ from agents.cli.terminal import (
     print_early_end,
     print_summary,
     run_interruptible,
-    show_answer,
-    show_messages,
+    show_episode,
 )
 from agents.cli.text import counted
 from agents.engines.scripted import ScriptedEngine
@@ -50,7 +49,9 @@ def only_episode(recording: Recording, selection: SelectionConfig) -> EpisodeRec
     # A third one is all that the message needs to know of the others.
     found = list(islice(select_episodes(recording.episodes(), selection), 3))
     if len(found) != 1:
-        got = f"{', '.join(episode.id for episode in found[:2])}{' and more' * (len(found) > 2)}" or "none"
+        got = ", ".join(episode.id for episode in found[:2]) or "none"
+        if len(found) > 2:
+            got += " and more"
         raise UserError("--id", "must select one episode to continue", got, "name one, as train-12-3")
     return found[0]
 
@@ -98,10 +99,12 @@ def run_fork(
         manifest = build_manifest(spec, renderer, model, {PLAY: loop})
         record_played(record, trajectories, manifest, renderer.encoder.spell)
         terminal.say(f"recorded in {config.record}")
-    if len(trajectories) == 1:
-        code = _report_one(fork, trajectories[0], terminal, gallery, config)
-    else:
+    if len(trajectories) > 1:
         code = _tabulate(trajectories, terminal)
+    elif config.by == "model":
+        code = show_episode(trajectories[0], "start", terminal, gallery, fork.turn)
+    else:
+        code = print_summary(trajectories[0], terminal, gallery)
     terminal.say(_recorded_end(episode))
     if all(len(trajectory.turns) <= fork.turn for trajectory in trajectories):
         terminal.say(f"--- no turn was added: the episode ended before turn {fork.turn + 1}")
@@ -180,27 +183,14 @@ def seeds_of(episode: EpisodeRecord, config: ForkConfig) -> tuple[int, ...]:
 
     Example: `--samples 2` and an episode with seed 7 give `(7, derive_seed(7, 1))`.
     """
-    if config.seed is not None:
-        return tuple(derive_seed(config.seed, number) for number in range(config.samples))
-    return (episode.seed, *(derive_seed(episode.seed, number) for number in range(1, config.samples)))
+    start = episode.seed if config.seed is None else config.seed
+    seeds = [derive_seed(start, number) for number in range(config.samples)]
+    if config.seed is None:
+        seeds[0] = episode.seed
+    return tuple(seeds)
 
 
 # The end --------------------------------------------------------------------------------------------------------------
-
-
-def _report_one(fork: Fork, played: Trajectory, terminal: Terminal, gallery: Gallery, config: ForkConfig) -> int:
-    """Print how one continuation ended; for a model's, print the episode first, as a person sees it while playing."""
-    if config.by == "model":
-        show_messages(played.opening, "start", terminal, gallery)
-        for number, turn in enumerate(played.turns, 1):
-            if number <= fork.turn:
-                note = ", recorded"
-            else:
-                note = ""
-            terminal.say(f"--- turn {number}{note}\n{turn.text}")
-            if number < len(played.turns):
-                show_answer(turn, number, turn.done, terminal, gallery)
-    return print_summary(played, terminal, gallery)
 
 
 def _tabulate(trajectories: Sequence[Trajectory], terminal: Terminal) -> int:
@@ -210,11 +200,8 @@ def _tabulate(trajectories: Sequence[Trajectory], terminal: Terminal) -> int:
         terminal.say(f"{n:<6}  {t.reward:>7.3g}  {len(t.turns):>5}  {t.num_model_tokens:>7}  {t.end_reason}")
     # The mean of what would count in training; a broken episode has no reward.
     rewards = [t.reward for t in trajectories if t.end_reason.is_valid]
+    outcome = "no reward"
     if rewards:
         outcome = f"mean reward {sum(rewards) / len(rewards):.3g}, best {max(rewards):.3g}"
-    else:
-        outcome = "no reward"
     terminal.say(f"--- end: {len(rewards)} of {len(trajectories)} samples count, {outcome}")
-    if rewards:
-        return 0
-    return 1
+    return int(not rewards)

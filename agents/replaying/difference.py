@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from agents.cli.text import excerpt_pair
 from agents.recording.schema import EpisodeRecord
 from agents.replaying.episode_result import CONTINUES, EpisodeResult, recorded_result
-from agents.replaying.stream_replayer import StreamResult
+from agents.replaying.stream_replayer import StreamResult, TokenTexts
 from agents.rollout.stream import first_difference
-from agents.types import EndReason, ProcessedImage, TokenStream
+from agents.types import EndReason, TokenStream
 from envs.execution.runner import last_line
 
 R = TypeVar("R", bound=EpisodeResult)
@@ -39,6 +39,8 @@ IMAGES = "images of the stream"
 #: Every kind of difference, in the order in which a table shows them.
 KINDS = (TOOLS, FIRST, OBSERVATION, IMAGE, OUTCOME, INFO, DONE, REWARD, END, ERROR, TEXT, TOKENS, MASK, TURNS, IMAGES)
 
+#: The key of the tool calls in the info of a turn.
+CALLS = "tool_calls"
 #: Numbers with a smaller relative difference are equal, because processors round differently.
 TOLERANCE = 1e-9
 MAX_TOKENS = 8
@@ -84,13 +86,8 @@ def shortened(difference: Difference) -> Difference:
     return replace(difference, place=place, recorded=old, replayed=new)
 
 
-def differences(
-    episode: EpisodeRecord,
-    result: EpisodeResult,
-    num_turns: int | None = None,
-    token_texts: Callable[[Sequence[int]], list[Any]] = list,
-) -> tuple[Difference, ...]:
-    """Return the differences, at most one of a kind for each turn; `token_texts` adds texts to token ids.
+def differences(episode: EpisodeRecord, result: EpisodeResult, num_turns: int | None = None) -> tuple[Difference, ...]:
+    """Return the differences, at most one of a kind for each turn.
 
     Example: `differences(episode, result)[0]` is `Difference("reward", None, "", 1.0, 0.0)`.
     """
@@ -101,14 +98,13 @@ def differences(
         # A turn without an answer, because of an end which is compared by itself.
         if old is None or new is None:
             continue
-        if old.text != new.text:
-            found.append(Difference(TEXT, number, "", old.text, new.text))
-        found += _messages(OBSERVATION, number, old.observations, new.observations)
-        found += _info(number, old.info, new.info)
-        if old.done != new.done:
-            found.append(Difference(DONE, number, "", old.done, new.done))
+        found += _values(TEXT, number, old.text, new.text)
+        found += _values(OBSERVATION, number, old.observations, new.observations)
+        found += _values(OUTCOME, number, old.info.get(CALLS), new.info.get(CALLS))
+        found += _values(INFO, number, _without_calls(old.info), _without_calls(new.info))
+        found += _values(DONE, number, old.done, new.done)
     if isinstance(result, StreamResult):
-        found += _streams(episode, result, recorded.end == result.end, token_texts)
+        found += _streams(episode, result, recorded.end == result.end)
     # The order of the table, so that the first difference is also its first row.
     return tuple(sorted(found, key=lambda each: KINDS.index(each.kind)))
 
@@ -122,21 +118,21 @@ def _without_fault(result: R, other_end: str | None) -> R:
 
 
 def _whole(old: EpisodeResult, new: EpisodeResult) -> Iterator[Difference]:
-    if old.tools is not None and new.tools is not None and old.tools != new.tools:
-        yield Difference(TOOLS, None, "", old.tools, new.tools)
-    if old.first is not None and new.first is not None:
-        yield from _messages(FIRST, 0, old.first, new.first)
-    if old.reward is not None and new.reward is not None and not is_same(old.reward, new.reward):
-        yield Difference(REWARD, None, "", old.reward, new.reward)
     # The recorded end is not compared, but a turn that had an answer and has none now differs.
     if old.end is None and new.end in _FAULTS and _stops_short(old, new):
         yield Difference(END, None, "", CONTINUES, _end(new))
-    if old.end is None or new.end is None:
-        return
+    compared = [
+        (TOOLS, None, old.tools, new.tools),
+        (FIRST, 0, old.first, new.first),
+        (REWARD, None, old.reward, new.reward),
+    ]
     if old.end != new.end:
-        yield Difference(END, None, "", _end(old), _end(new))
-    elif _error(old) != _error(new):
-        yield Difference(ERROR, None, "", _error(old), _error(new))
+        compared.append((END, None, _end(old), _end(new)))
+    else:
+        compared.append((ERROR, None, _error(old), _error(new)))
+    for kind, turn, one, other in compared:
+        if one is not None and other is not None:
+            yield from _values(kind, turn, one, other)
 
 
 def _stops_short(old: EpisodeResult, new: EpisodeResult) -> bool:
@@ -153,36 +149,28 @@ def _end(result: EpisodeResult) -> str | None:
     return result.end
 
 
-def _error(result: EpisodeResult) -> str:
-    if result.error:
-        return _ADDRESS.sub("0x", last_line(result.error))
-    return ""
+def _error(result: EpisodeResult) -> str | None:
+    """Return the last line of an error, None if the end is unknown."""
+    if result.end is None:
+        return None
+    return _ADDRESS.sub("0x", last_line(result.error))
 
 
-def _messages(
-    kind: str, turn: int, old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]
-) -> Iterator[Difference]:
-    """Yield the first difference in texts, and the first in images."""
+def _values(kind: str, turn: int | None, old: Any, new: Any) -> Iterator[Difference]:
+    """Yield the first difference of two JSON values; of messages, the first in texts and the first in images."""
     kinds = set[str]()
-    for place, one, other in unequal(list(old), list(new)):
+    for place, one, other in unequal(old, new):
+        found = kind
         # An image is its hash here, so its pixels differ where this text does.
-        is_image = place.endswith(".image") and isinstance(one, str) and isinstance(other, str)
-        found = IMAGE if is_image else kind
+        if kind in (FIRST, OBSERVATION) and place.endswith(".image") and type(one) is type(other) is str:
+            found = IMAGE
         if found not in kinds:
             yield Difference(found, turn, place, one, other)
         kinds.add(found)
 
 
-def _info(turn: int, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the first difference in the tool calls, and the first in the rest of the info."""
-    calls = "tool_calls"
-    for kind, one, other in (
-        (OUTCOME, old.get(calls), new.get(calls)),
-        (INFO, {k: v for k, v in old.items() if k != calls}, {k: v for k, v in new.items() if k != calls}),
-    ):
-        for found in unequal(one, other):
-            yield Difference(kind, turn, *found)
-            break
+def _without_calls(info: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in info.items() if key != CALLS}
 
 
 def is_same(old: Any, new: Any) -> bool:
@@ -224,12 +212,10 @@ def unequal(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any
         yield place, old, new
 
 
-def _streams(
-    e: EpisodeRecord, result: StreamResult, ends_alike: bool, token_texts: Callable[[Sequence[int]], list[Any]]
-) -> Iterator[Difference]:
+def _streams(e: EpisodeRecord, result: StreamResult, ends_alike: bool) -> Iterator[Difference]:
     """Yield the first difference of the token streams; if the episodes end differently, as far as both go."""
     for number, (old, new) in enumerate(zip(e.streams, result.streams, strict=False)):
-        found = list(_stream(e, number, old, new, ends_alike, token_texts))
+        found = list(_stream(e, number, old, new, ends_alike, result.token_texts))
         yield from found
         if any(difference.kind == TOKENS for difference in found):
             return  # what follows is shifted
@@ -246,7 +232,7 @@ def _stream(
     old: TokenStream,
     new: TokenStream,
     ends_alike: bool,
-    token_texts: Callable[[Sequence[int]], list[Any]],
+    token_texts: TokenTexts,
 ) -> Iterator[Difference]:
     """Yield the first difference of one stream."""
     name = f"stream {number + 1} " if number else ""
@@ -265,16 +251,11 @@ def _stream(
     if old.prompt_length != new.prompt_length and shortest:
         turn = turn_at(e, 0, number)
         yield Difference(TURNS, turn, f"{name}prompt_length", old.prompt_length, new.prompt_length)
-    recorded, found = ([_facts(image) for image in stream.images] for stream in (old, new))
+    recorded, found = ([(i.digest, i.grid_thw, i.num_tokens) for i in stream.images] for stream in (old, new))
     # If one ends earlier, the images that it never saw are no difference.
     count = None if ends_alike else min(len(recorded), len(found))
-    for where, one, other in unequal(recorded[:count], found[:count]):
-        yield Difference(IMAGES, None, name + where, one, other)
-        break
-
-
-def _facts(image: ProcessedImage) -> tuple[str, tuple[int, int, int], int]:
-    return image.digest, image.grid_thw, image.num_tokens
+    for difference in _values(IMAGES, None, recorded[:count], found[:count]):
+        yield replace(difference, place=name + difference.place)
 
 
 def turn_at(episode: EpisodeRecord, place: int, stream: int = 0) -> int:
@@ -282,7 +263,12 @@ def turn_at(episode: EpisodeRecord, place: int, stream: int = 0) -> int:
 
     0 is the prompt of the first stream; that of a later one belongs to the turn that begins the stream.
     """
+    found = 0
     if stream == 0 and place < episode.prompt_length:
-        return 0
-    own = [number for number, turn in enumerate(episode.turns, 1) if turn.stream == stream]
-    return next((number for number in own if place < episode.turns[number - 1].end), own[-1] if own else 0)
+        return found
+    for number, turn in enumerate(episode.turns, 1):
+        if turn.stream == stream:
+            found = number
+            if place < turn.end:
+                break
+    return found

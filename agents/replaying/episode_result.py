@@ -9,10 +9,9 @@ from typing import Any
 from PIL import Image
 
 from agents.recording.json_values import message_to_json, to_json
-from agents.recording.schema import IMAGES, EpisodeRecord, TurnRecord
+from agents.recording.schema import IMAGES, EpisodeRecord
 from agents.types import EndReason
 from envs.images import image_digest
-from envs.types import Message
 
 #: Instead of an end reason: the environment wants another turn, but the recording has none.
 CONTINUES = "continues"
@@ -49,7 +48,7 @@ class EpisodeResult:
     error: str | None
 
 
-def as_recorded(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+def as_recorded(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Return messages in recorded form, with images named by the hash of their pixels."""
     return tuple(message_to_json(message, _name) for message in messages)
 
@@ -58,9 +57,17 @@ def _name(image: Image.Image) -> str:
     return f"{IMAGES}/{image_digest(image.convert('RGB'))}.png"
 
 
-def plain_info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a step's info in recorded form."""
-    return to_json(dict(info))
+def answered_turn(
+    text: str, observations: Sequence[Mapping[str, Any]], info: Mapping[str, Any], done: bool
+) -> TurnResult:
+    """Return the environment's answer to a turn, in recorded form."""
+    return TurnResult(text, as_recorded(observations), to_json(dict(info)), done)
+
+
+def drop_unanswered(turns: list[TurnResult | None]) -> None:
+    """Make the last turn None if its answer is empty, because the episode ended before it came."""
+    if turns and (last := turns[-1]) and not (last.observations or last.info or last.done):
+        turns[-1] = None
 
 
 def is_broken_answer(episode: EpisodeRecord) -> bool:
@@ -96,7 +103,10 @@ def asks_reward(episode: EpisodeRecord) -> bool:
 def recorded_result(episode: EpisodeRecord, num_turns: int | None = None, has_stream: bool = False) -> EpisodeResult:
     """Return the result in a record, up to a turn; `has_stream` includes what only the whole agent loop can repeat."""
     is_whole = num_turns is None or num_turns >= len(episode.turns)
-    turns = [_recorded_turn(turn) for turn in episode.turns[:num_turns]]
+    turns = [
+        TurnResult(turn.text, turn.observations, turn.info, turn.done) if turn.finish == "stop" else None
+        for turn in episode.turns[:num_turns]
+    ]
     is_open = not was_never_open(episode)
     reason = episode.end_reason
     is_cut = not is_whole or reason is EndReason.ABORTED or is_broken_answer(episode)
@@ -108,8 +118,8 @@ def recorded_result(episode: EpisodeRecord, num_turns: int | None = None, has_st
         end = reason.value
     # These ends may come between a turn and its answer. An empty answer of any other end is one.
     may_be_unanswered = is_broken_answer(episode) or is_faulty(episode) or reason is EndReason.ABORTED
-    if is_whole and may_be_unanswered and turns and not _is_answered(episode.turns[-1]):
-        turns[-1] = None
+    if is_whole and may_be_unanswered:
+        drop_unanswered(turns)
     # After a fault of the environment the recorded 0 is no reward of anybody.
     has_reward = is_whole and asks_reward(episode) and not is_faulty(episode)
     return EpisodeResult(
@@ -120,13 +130,3 @@ def recorded_result(episode: EpisodeRecord, num_turns: int | None = None, has_st
         end=end,
         error=episode.error if end is not None else None,
     )
-
-
-def _recorded_turn(turn: TurnRecord) -> TurnResult | None:
-    if turn.finish != "stop":
-        return None
-    return TurnResult(turn.text, turn.observations, turn.info, turn.done)
-
-
-def _is_answered(turn: TurnRecord) -> bool:
-    return bool(turn.observations or turn.info or turn.done)

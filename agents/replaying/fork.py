@@ -16,15 +16,14 @@ from pydantic import Field
 
 from agents.cli.text import counted
 from agents.engines.base import Engine
-from agents.gateway.entries import episode_of
 from agents.recording import EpisodeRecord, WayRecord
 from agents.rendering.renderer import Renderer
 from agents.replaying.difference import Difference, differences
 from agents.replaying.recorded_engine import RecordedEngine, recorded_completions
 from agents.replaying.replayer import ReplayContext
-from agents.replaying.stream_replayer import StreamReplayer, token_texts
-from agents.rollout.episode import Episode, Limits
-from agents.types import Completion, SamplingParams, Trajectory
+from agents.replaying.stream_replayer import StreamReplayer, recorded_loop
+from agents.rollout.episode import Episode
+from agents.types import Completion, Trajectory
 from envs.config.settings import Section
 from envs.contract import EpisodeEnv
 from envs.errors import UserError
@@ -80,22 +79,14 @@ class Fork:
     async def changes(self) -> tuple[Difference, ...]:
         """Replay the turns before the fork, and return what the engine will read otherwise than recorded."""
         result = await StreamReplayer(self.context, self.renderer).play(self.episode, self.turn)
-        return differences(self.episode, result, self.turn, lambda ids: token_texts(self.renderer, ids))
+        return differences(self.episode, result, self.turn)
 
     def loop(self, engine: Engine, num_plays: int) -> Episode:
         """Return the agent loop for `num_plays` episodes in which an engine continues after the recorded turns."""
         completions = _completions(self.episode)[: self.turn]
         sample = self.context.source.sample(self.episode)
-        entry = self.context.spec.part(sample.metadata)
-        return episode_of(entry)(
-            RecordedEngine([completions] * num_plays, self.way.context_length, engine),
-            self.renderer,
-            Limits(self.way.max_turns, self.way.max_new_tokens, self.context.limits(sample)),
-            SamplingParams(self.way.temperature, self.renderer.stop_ids, self.renderer.suppressed_ids),
-            self.way.use_tools,
-            self.way.thinking,
-            history=entry.history,
-        )
+        recorded = RecordedEngine([completions] * num_plays, self.way.context_length, engine)
+        return recorded_loop(recorded, self.context, self.renderer, sample, self.way)
 
     async def play(
         self, loop: Episode, seeds: Sequence[int], watch: Callable[[EpisodeEnv], EpisodeEnv] = lambda env: env

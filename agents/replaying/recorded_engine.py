@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from agents.engines.base import Engine, Session
@@ -83,23 +83,23 @@ class RecordedEngine(StillEngine):
             yield _Session(self.plays[number], after)
 
 
+@dataclass
 class _Session:
     """One episode's recorded turns, and the session of the engine `after`."""
 
-    def __init__(self, turns: Sequence[Completion], after: Session | None) -> None:
-        self._turns = turns
-        self._after = after
-        self._num_asked = 0
+    turns: Sequence[Completion]
+    after: Session | None
+    num_asked: int = 0
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        number = self._num_asked
-        self._num_asked += 1
-        if number < len(self._turns):
+        number = self.num_asked
+        self.num_asked += 1
+        if number < len(self.turns):
             await asyncio.sleep(0)  # as with any engine, other episodes run before the answer comes
-            return replace(_cut(self._turns[number], request.max_new_tokens), prompt_length=len(request.ids))
-        if self._after is None:
+            return replace(_cut(self.turns[number], request.max_new_tokens), prompt_length=len(request.ids))
+        if self.after is None:
             return replace(ABORTED, prompt_length=len(request.ids))
-        return await self._after.generate(request)
+        return await self.after.generate(request)
 
 
 def _cut(completion: Completion, limit: int) -> Completion:

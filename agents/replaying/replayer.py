@@ -7,6 +7,7 @@ and no token stream.
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Protocol
 
 from agents.recording.recorder import tools_digest
@@ -16,10 +17,10 @@ from agents.replaying.episode_result import (
     CONTINUES,
     EpisodeResult,
     TurnResult,
+    answered_turn,
     as_recorded,
     asks_reward,
     is_faulty,
-    plain_info,
 )
 from agents.types import EndReason
 from envs.contract import EnvFault, ToolFault
@@ -70,10 +71,6 @@ class ReplayContext:
             raise UserError(f"{episode.id} {ENVIRONMENT}", f"must be one of {known}", env_id, "give another --env")
         return way.model_copy(update={"max_turns": min(way.max_turns, recorded.parts[env_id].max_turns)})
 
-    def limits(self, sample: Sample) -> EnvLimits:
-        """Return the limits of a sample's environment."""
-        return EnvLimits.of(self.spec.part(sample.metadata))
-
     def make_env(self, sample: Sample, way: WayRecord) -> Env:
         """Build an environment as the agent loop does."""
         # The recorded one: recorded calls are written in it, whatever the model of today has.
@@ -82,6 +79,7 @@ class ReplayContext:
         return self._build_env(private(sample), deepcopy(args))
 
 
+@dataclass(frozen=True)
 class EnvReplayer:
     """Replays episodes with the environment alone.
 
@@ -93,14 +91,13 @@ class EnvReplayer:
         result.reward, result.end      # (1.0, "completed")
     """
 
-    def __init__(self, context: ReplayContext) -> None:
-        self.context = context
+    context: ReplayContext
 
     async def play(self, episode: EpisodeRecord) -> EpisodeResult:
         """Return the environment's result today. Raises `UserError` if an image of the problem is damaged."""
         way = self.context.way(episode)
         sample = self.context.source.sample(episode)
-        limits = self.context.limits(sample)
+        limits = EnvLimits.of(self.context.spec.part(sample.metadata))
         env = EnvRunner(lambda: self.context.make_env(sample, way), limits, sample.id, way.thinking)
         first: tuple[Message, ...] | None = None
         results: list[StepResult | None] = []
@@ -120,15 +117,17 @@ class EnvReplayer:
             end = EndReason.TOOL_FAULT.value
             error = str(fault)
         except EnvFault as fault:
-            end = _fault_end(fault)
+            end = (EndReason.ENV_TIMEOUT if fault.timed_out else EndReason.ENV_ERROR).value
             error = str(fault)
         finally:
             # Last, after every end: processes and files of the episode are released.
             close_error = await env.close()
-        texts = [turn.text for turn in episode.turns]
+        turns: list[TurnResult | None] = []
+        for turn, result in zip(episode.turns, results, strict=False):
+            turns.append(result and answered_turn(turn.text, result.messages, result.info, result.done))
         return EpisodeResult(
             first=None if first is None else as_recorded(first),
-            turns=tuple(_turn(text, result) for text, result in zip(texts, results, strict=False)),
+            turns=tuple(turns),
             tools=None if first is None else tools_digest(env.tools if way.use_tools else ()),
             reward=reward if end != CONTINUES else None,
             end=end,
@@ -161,13 +160,3 @@ class EnvReplayer:
         if is_full and not (last and last.done):
             return episode.end_reason.value
         return CONTINUES
-
-
-def _fault_end(fault: EnvFault) -> str:
-    return (EndReason.ENV_TIMEOUT if fault.timed_out else EndReason.ENV_ERROR).value
-
-
-def _turn(text: str, result: StepResult | None) -> TurnResult | None:
-    if result is None:
-        return None
-    return TurnResult(text, as_recorded(result.messages), plain_info(result.info), result.done)

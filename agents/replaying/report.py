@@ -6,7 +6,7 @@ Text of models and environments is data: it is printed as it is, with control ch
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,27 +45,27 @@ def say(console: Console, text: str, style: str = "") -> None:
 
 def print_report(header: ReportHeader, summary: ReplaySummary, num_shown: int, console: Console) -> None:
     """Print what differs: a table of kinds, a line for each episode, totals."""
-    _say_notes(header, console)
-    if summary.differing:
-        console.print(_kinds_table(summary.differing))
-        _say_some(list(map(_episode_line, summary.differing)), num_shown, console)
+    for note in header.notes:
+        say(console, f"note: {note}", "yellow")
+    differing = summary.differing
+    if differing:
+        console.print(_kinds_table(differing))
+        for found in differing[:num_shown]:
+            say(console, _episode_line(found))
+        if len(differing) > num_shown:
+            say(console, f"and {len(differing) - num_shown} more (--show, --report)")
         console.print()
     _say_steadiness(summary, console)
-    _say_skipped(summary, console)
-    say(console, totals(header, summary), "bold red" if summary.differing else "")
+    for why, count in summary.skipped.items():
+        say(console, f"{count} not replayed, {why}: {summary.first_skipped[why]}", "yellow")
+    say(console, totals(header, summary), "bold red" if differing else "")
 
 
 def totals(header: ReportHeader, summary: ReplaySummary) -> str:
     """Return the last line: `calculator: 448 episodes, 448 replayed, 0 differ (612 episodes/s)`."""
-    if header.model:
-        stream = "token streams compared, "
-    else:
-        stream = ""
+    stream = "token streams compared, " if header.model else ""
     # A replay of nothing may take no time by the rounded clock.
-    if header.seconds:
-        rate = summary.num_replayed / header.seconds
-    else:
-        rate = 0.0
+    rate = summary.num_replayed / header.seconds if header.seconds else 0.0
     return (
         f"{header.env}: {counted(summary.num_episodes, 'episode')}, {summary.num_replayed} replayed, {stream}"
         f"{len(summary.differing)} differ ({rate:.4g} episodes/s)"
@@ -98,12 +98,14 @@ def as_json(header: ReportHeader, summary: ReplaySummary) -> dict[str, Any]:
 
 def kinds(several: Sequence[EpisodeDifferences]) -> dict[str, tuple[int, tuple[EpisodeDifferences, Difference]]]:
     """Return, for each kind of difference, the number of episodes with it and the first of them."""
-    counts = Counter(kind for found in several for kind in {each.kind for each in found.differences})
-    first = {}
+    counts = Counter[str]()
+    firsts = {}
     for found in several:
-        for each in found.differences:
-            first.setdefault(each.kind, (found, each))
-    return {kind: (counts[kind], first[kind]) for kind in KINDS if kind in counts}
+        # The first of each kind in an episode.
+        own = {each.kind: (found, each) for each in reversed(found.differences)}
+        counts.update(own.keys())
+        firsts = own | firsts
+    return {kind: (counts[kind], firsts[kind]) for kind in KINDS if kind in counts}
 
 
 def _kinds_table(several: Sequence[EpisodeDifferences]) -> Table:
@@ -135,27 +137,12 @@ def _token(each: Any) -> str:
 
 
 def _episode_line(found: EpisodeDifferences) -> str:
-    turns: dict[str, list[str]] = {}
+    turns = defaultdict[str, list[str]](list)
     for each in found.differences:
-        turns.setdefault(each.kind, []).extend([str(each.turn)] if each.turn else [])
+        turns[each.kind] += [str(each.turn)] * bool(each.turn)
     what = ", ".join(f"{kind} (turn {', '.join(numbers)})" if numbers else kind for kind, numbers in turns.items())
-    if found.is_unsteady:
-        unsteady = "; another result alone"
-    else:
-        unsteady = ""
+    unsteady = "; another result alone" if found.is_unsteady else ""
     return f"{found.id} ({found.end_reason.value}, reward {found.reward:g}): {what}{unsteady}"
-
-
-def _say_notes(header: ReportHeader, console: Console) -> None:
-    for note in header.notes:
-        say(console, f"note: {note}", "yellow")
-
-
-def _say_some(lines: Sequence[str], num_shown: int, console: Console) -> None:
-    for line in lines[:num_shown]:
-        say(console, line)
-    if len(lines) > num_shown:
-        say(console, f"and {len(lines) - num_shown} more (--show, --report)")
 
 
 def _say_steadiness(summary: ReplaySummary, console: Console) -> None:
@@ -169,8 +156,3 @@ def _say_steadiness(summary: ReplaySummary, console: Console) -> None:
         "the environment is random, or its episodes share state",
         "bold red",
     )
-
-
-def _say_skipped(summary: ReplaySummary, console: Console) -> None:
-    for why, count in summary.skipped.items():
-        say(console, f"{count} not replayed, {why}: {summary.first_skipped[why]}", "yellow")

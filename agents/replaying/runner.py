@@ -12,7 +12,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from agents.recording.schema import EpisodeRecord
 from agents.replaying.difference import END, Difference, differences, shortened, unequal
@@ -86,7 +85,6 @@ async def replay(
     replayer: Replayer,
     episodes: Iterable[EpisodeRecord],
     max_concurrent: int = 64,
-    token_texts: Callable[[Sequence[int]], list[Any]] = list,
     on_episode: Callable[[], None] = lambda: None,
 ) -> ReplaySummary:
     """Replay all episodes and return what differs.
@@ -97,11 +95,11 @@ async def replay(
         UserError: a line of the recording cannot be read.
     """
     summary = ReplaySummary()
-    candidates = _Candidates()
+    candidates: list[_Candidate] = []
 
     async def one(place: int, episode: EpisodeRecord) -> None:
         try:
-            differing = differences(episode, await replayer.play(episode), token_texts=token_texts)
+            differing = differences(episode, await replayer.play(episode))
         except UserError as error:
             summary.skip("cannot be read", f"{episode.id}: {error}")
             return
@@ -115,12 +113,14 @@ async def replay(
         summary.num_turns += len(episode.turns)
         if differing:
             summary.put(place, episode, differing, unsteady=False)
-        candidates.add(place, episode, differing)
+        _add_candidate(candidates, (place, episode, differing))
 
     for window in windows(replayable(episodes, summary), WINDOW * max_concurrent):
         await play_window(one, window, max_concurrent)
-    for place, episode, before in candidates.chosen():
-        alone = differences(episode, await replayer.play(episode), token_texts=token_texts)
+    # First those that differ, then some that do not.
+    candidates.sort(key=lambda candidate: not candidate[2])
+    for place, episode, before in candidates[:MAX_ALONE]:
+        alone = differences(episode, await replayer.play(episode))
         summary.num_alone += 1
         if not _are_alike(alone, before):
             summary.unsteady.append(episode.id)
@@ -193,25 +193,14 @@ def _are_alike(some: Sequence[Difference], others: Sequence[Difference]) -> bool
 _Candidate = tuple[int, EpisodeRecord, tuple[Difference, ...]]
 
 
-class _Candidates:
-    """Episodes to replay alone: first those that differ, then some that do not."""
-
-    def __init__(self) -> None:
-        self._memory = 0
-        self._differing: list[_Candidate] = []
-        self._same: list[_Candidate] = []
-
-    def add(self, place: int, episode: EpisodeRecord, differing: tuple[Difference, ...]) -> None:
-        """Add an episode while there is room; one that reached a time limit would take as long again."""
-        group = self._differing if differing else self._same
-        has_room = len(group) < MAX_ALONE and self._memory + episode.memory <= MAX_MEMORY
-        if has_room and not is_faulty(episode) and not any(map(_timed_out, differing)):
-            self._memory += episode.memory
-            group.append((place, episode, differing))
-
-    def chosen(self) -> list[_Candidate]:
-        """Return at most `MAX_ALONE` episodes."""
-        return [*self._differing, *self._same][:MAX_ALONE]
+def _add_candidate(candidates: list[_Candidate], new: _Candidate) -> None:
+    """Add an episode to replay alone while there is room; one that reached a time limit would take as long again."""
+    _, episode, differing = new
+    num_alike = sum(bool(each[2]) == bool(differing) for each in candidates)
+    memory = sum(each[1].memory for each in candidates) + episode.memory
+    has_room = num_alike < MAX_ALONE and memory <= MAX_MEMORY
+    if has_room and not is_faulty(episode) and not any(map(_timed_out, differing)):
+        candidates.append(new)
 
 
 def _timed_out(difference: Difference) -> bool:

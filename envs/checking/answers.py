@@ -11,10 +11,10 @@ from fractions import Fraction
 from typing import Any
 
 from envs.checking.episodes import PlayedEpisode, Script
-from envs.checking.findings import NOT_REACHED, Evidence, listed, names_label, quoted, said, texts, where
-from envs.checking.hostile import example_arguments, write_call
+from envs.checking.findings import NOT_REACHED, Evidence, listed, names_label, quoted, refuse, texts, where
+from envs.checking.hostile import MAX_TOOLS, example_arguments, write_call
 from envs.checking.messages import usable
-from envs.checks import Verdict, fault, ok, skipped
+from envs.checks import NotApplicable
 from envs.env import EnvArgs
 from envs.grading import grade
 from envs.tool_calls import outside_tool_calls
@@ -22,7 +22,6 @@ from envs.tool_calls import outside_tool_calls
 NO_ANSWER = "That is all."
 #: How a model may write its final answer.
 FORMS = {"\\boxed{label}": "\\boxed{%s}", "Answer: label": "Answer: %s", "label": "%s"}
-MAX_TOOLS = 6
 #: A number with fewer digits was written by a person.
 MIN_ROUNDED_DIGITS = 15
 
@@ -35,7 +34,9 @@ def answer_scripts(
     `labels` are those of the samples; one with another meaning becomes a wrong answer. With `keeps_thoughts` the
     environment gets what the model thinks, too.
     """
-    label = survey.sample.label if args.grader != "none" else None
+    label = None
+    if args.grader != "none":
+        label = survey.sample.label
     scripts = [Script("plain", "a plain answer", ("The answer is 7.",))]
     tools = usable(survey.tools)[:MAX_TOOLS]
     for tool in tools:
@@ -45,27 +46,26 @@ def answer_scripts(
     if survey.solution:
         scripts.append(Script("gold", "solution()", survey.solution))
     elif label is not None:
-        answer = as_written(label)
-        scripts += [Script("gold", name, (form.replace("%s", answer),)) for name, form in FORMS.items()]
-    if not survey.solution and label is None:
+        scripts += [Script("gold", name, (form.replace("%s", as_written(label)),)) for name, form in FORMS.items()]
+    else:
         return scripts  # what is wrong is not known either
     wrong = {"empty text": "", "no answer": "I do not know.", "a wrong answer": f"\\boxed{{{_near(label)}}}"}
     question = "\n".join(texts(user for user in survey.prompt if user["role"] == "user"))
     # A grader that searches the text for the label pays for a question that names it.
     if question.strip() not in ("", str(label)):
         wrong["the question again"] = question
-    if keeps_thoughts and label is not None:
-        wrong["the answer in a thought"] = f"<think>Is it \\boxed{{{as_written(label)}}}?</think>I do not know."
-    others = [each for each in dict.fromkeys(labels) if label is not None and _differ(each, label)]
-    if others:
-        wrong["another's label"] = f"\\boxed{{{others[0]}}}"
-    if len(others) > 1:  # one other could be a part of the right answer
-        wrong["several answers"] = f"{others[0]} or {label} or {others[1]}"
-    scripts += [Script("wrong", name, (text,)) for name, text in wrong.items()]
+    revealing: list[Script] = []
     if label is not None:
-        scripts += _revealing(survey, tools, args)
-    # Longer ones would end before their last text, which is what is judged.
-    return [script for script in scripts if script.kind != "revealed" or len(script.texts) <= args.max_turns]
+        if keeps_thoughts:
+            wrong["the answer in a thought"] = f"<think>Is it \\boxed{{{as_written(label)}}}?</think>I do not know."
+        others = [each for each in dict.fromkeys(labels) if _differ(each, label)]
+        if others:
+            wrong["another's label"] = f"\\boxed{{{others[0]}}}"
+        if len(others) > 1:  # one other could be a part of the right answer
+            wrong["several answers"] = f"{others[0]} or {label} or {others[1]}"
+        # Longer ones would end before their last text, which is what is judged.
+        revealing += [each for each in _revealing(survey, tools, args) if len(each.texts) <= args.max_turns]
+    return [*scripts, *(Script("wrong", name, (text,)) for name, text in wrong.items()), *revealing]
 
 
 def as_written(label: str) -> str:
@@ -126,16 +126,17 @@ def _differ(one: str, other: str) -> bool:
         return one.casefold().split() != other.casefold().split() and grade(one, other) == 0.0
 
 
-def check_gold(evidence: Evidence) -> Verdict:
+def check_gold(evidence: Evidence) -> str:
     """The right answer is a success."""
     by_sample: dict[str, list[PlayedEpisode]] = defaultdict(list)
     for episode in evidence.of("gold"):
         by_sample[episode.sample.id].append(episode)
     if not by_sample:
-        return skipped("no solution() and no label that is an answer, so the right answer is unknown")
+        raise NotApplicable("no solution() and no label that is an answer, so the right answer is unknown")
+    judged = [(episode, episode.reward) for episode in evidence.of("gold") if episode.reward is not None]
     if evidence.spec.success_rule is None:
-        rewards = dict.fromkeys(f"{each.reward:g}" for each in evidence.of("gold") if each.reward is not None)
-        return skipped(f"the entry says success: none; rewards: {listed(rewards) or 'none'}")
+        rewards = listed(f"{reward:g}" for _, reward in judged)
+        raise NotApplicable(f"the entry says success: none; rewards: {rewards or 'none'}")
     problems = []
     for episodes in by_sample.values():
         sample = episodes[0].sample
@@ -145,19 +146,17 @@ def check_gold(evidence: Evidence) -> Verdict:
             problems.append(f"{where(episodes[0])}: takes {num_turns} turns, max_turns is {evidence.args.max_turns}")
         # One form is enough: a prompt may ask for a box, or for the bare answer.
         elif scores and not any(map(evidence.is_success, episodes)):
-            label = sample.label or ""
-            answer = as_written(label)
-            form = f", as a person writes it {answer!r}" if answer != label else ""
+            form = ""
+            if sample.label and as_written(sample.label) != sample.label:
+                form = f", as a person writes it {as_written(sample.label)!r}"
             rule = f"{', '.join(scores)}; {_needed(evidence, episodes)}"
             problems.append(f"sample {sample.id} (label {sample.label!r:.40}{form}): {rule}")
-    if problems:
-        return fault(listed(problems))
-    judged = [episode for episode in evidence.of("gold") if episode.reward is not None]
+    refuse(problems)
     if not judged:
-        return skipped(NOT_REACHED)
-    total = Counter(episode.script.name for episode in judged)
-    right = Counter(episode.script.name for episode in judged if evidence.is_success(episode))
-    return ok(", ".join(f"{form} {right[form]}/{count}" for form, count in total.items()))
+        raise NotApplicable(NOT_REACHED)
+    total = Counter(episode.script.name for episode, _ in judged)
+    right = Counter(episode.script.name for episode, _ in judged if evidence.is_success(episode))
+    return ", ".join(f"{form} {right[form]}/{count}" for form, count in total.items())
 
 
 def _needed(evidence: Evidence, episodes: Sequence[PlayedEpisode]) -> str:
@@ -175,7 +174,7 @@ def _needed(evidence: Evidence, episodes: Sequence[PlayedEpisode]) -> str:
     return needed
 
 
-def check_wrong(evidence: Evidence) -> Verdict:
+def check_wrong(evidence: Evidence) -> str:
     """Wrong answers are no success, and no reward is out of the range of the entry."""
     spec = evidence.spec
     judged = [(episode, episode.reward) for episode in evidence.of("wrong") if episode.reward is not None]
@@ -184,51 +183,43 @@ def check_wrong(evidence: Evidence) -> Verdict:
         for episode, reward in judged
         if evidence.is_success(episode)
     ]
-    problems += [*_out_of_range(evidence)]
-    if problems:
-        return fault(listed(problems))
-    if not judged:
-        return skipped("no wrong answer is known")
-    num_worst = sum(reward == spec.reward_min_val for _, reward in judged)
-    return ok(f"none of {len(judged)} texts is a success; {num_worst} score {spec.reward_min_val:g}")
-
-
-def _out_of_range(evidence: Evidence) -> Iterator[str]:
-    """Yield the episodes, whatever their texts, whose reward is not one that the entry declares."""
-    low, high = evidence.spec.reward_bounds
+    low, high = spec.reward_bounds
     for episode in evidence.episodes:
-        reward = low if episode.reward is None else episode.reward
-        if reward < low:
-            yield f"{where(episode)}: scores {reward:g}, below the reward_min_val {low:g} of the entry"
-        if reward > high:
-            yield f"{where(episode)}: scores {reward:g}, above the reward_max_val {high:g} of the entry"
+        reward = episode.reward
+        if reward is not None and reward < low:
+            problems.append(f"{where(episode)}: scores {reward:g}, below the reward_min_val {low:g} of the entry")
+        if reward is not None and reward > high:
+            problems.append(f"{where(episode)}: scores {reward:g}, above the reward_max_val {high:g} of the entry")
+    refuse(problems)
+    if not judged:
+        raise NotApplicable("no wrong answer is known")
+    num_worst = sum(reward == spec.reward_min_val for _, reward in judged)
+    return f"none of {len(judged)} texts is a success; {num_worst} score {spec.reward_min_val:g}"
 
 
-def check_reward_source(evidence: Evidence) -> Verdict:
+def check_reward_source(evidence: Evidence) -> str:
     """The reward depends on the model's own text only, not on what the environment showed."""
-    right = [episode for episode in evidence.of("gold") if evidence.is_success(episode)]
+    tool_format = evidence.args.tool_format
     # Where the answer is what a tool is given, the last text says nothing about the reward.
-    if not any(names_label(_outside_calls(evidence, episode), episode.sample.label) for episode in right):
-        return skipped("no final text with the label is known to get a reward")
+    if not any(
+        names_label(outside_tool_calls(episode.script.texts[-1], tool_format), episode.sample.label)
+        for episode in filter(evidence.is_success, evidence.of("gold"))
+    ):
+        raise NotApplicable("no final text with the label is known to get a reward")
     revealing = [each for each in evidence.of("revealed") if each.reward is not None and _shows_label(each)]
     if not revealing:
-        return skipped("no tool result showed a label")
+        raise NotApplicable("no tool result showed a label")
     problems = [
         f"{where(episode)}: shown {episode.sample.label!r:.40}, "
         f"the model's {quoted(episode.script.texts[-1])} scores {episode.reward:g}"
-        for episode in revealing
-        if evidence.is_success(episode)
+        for episode in filter(evidence.is_success, revealing)
     ]
-    if problems:
-        return fault(listed(problems))
-    return ok(f"{len(revealing)} results showed the label; a final text without an answer scored less")
-
-
-def _outside_calls(evidence: Evidence, episode: PlayedEpisode) -> str:
-    return outside_tool_calls(episode.script.texts[-1], evidence.args.tool_format)
+    refuse(problems)
+    return f"{len(revealing)} results showed the label; a final text without an answer scored less"
 
 
 def _shows_label(episode: PlayedEpisode) -> bool:
     """Return whether the environment showed the label and the script was played to its last text."""
-    shown = any(names_label(text, episode.sample.label) for step in episode.steps for text in said(step))
-    return shown and len(episode.steps) == len(episode.script.texts)
+    label = episode.sample.label
+    answers = [message for step in episode.steps for message in step.messages]
+    return len(episode.steps) == len(episode.script.texts) and any(names_label(text, label) for text in texts(answers))

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from envs.checking.episodes import Fault, PlayedEpisode, checked_prompt
+from envs.checking.episodes import PlayedEpisode
+from envs.checking.error_location import located_line
 from envs.checking.findings import (
     Evidence,
     call_records,
     digest,
+    fingerprint,
     grouped,
+    has_text,
     listed,
-    said,
+    refuse,
     unlike,
     where,
 )
-from envs.checks import Verdict, fault, ok, skipped
+from envs.checks import Broken, NotApplicable
 from envs.errors import UserError
 from envs.execution.runner import StepResult
 
@@ -24,59 +27,59 @@ from envs.execution.runner import StepResult
 LEAST = {"bytes of output": 4096}
 
 
-def check_contract(evidence: Evidence) -> Verdict:
+def check_contract(evidence: Evidence) -> str:
     """Every call returns what the contract says, and none raises or hangs."""
-    faults = [(episode, fault.call, fault.summary) for episode, fault in evidence.ordinary_faults]
-    if faults:
-        return fault(listed(grouped(faults)))
+    refuse(grouped((episode, fault.call, fault.summary) for episode, fault in evidence.ordinary_faults))
     try:
         evidence.spec.check_tool_faults(any(episode.runs_tools for episode in evidence.episodes))
     except UserError as error:
-        return fault(str(error))
+        raise Broken(str(error)) from error
     # Without a known right answer an environment may be one that only limits end.
-    if _never_ends(evidence):
-        rule = "step never returns done=True, not even after the right answer, so every episode ends as max_turns"
-        return fault(rule)
+    is_solved = any(map(evidence.is_success, evidence.of("gold")))
+    if is_solved and not any(step.done for episode in evidence.episodes for step in episode.steps):
+        raise Broken(
+            "step never returns done=True, not even after the right answer, so every episode ends as max_turns"
+        )
     episodes = evidence.of("survey", "gold", "wrong", "plain")
     slowest_s = max((episode.slowest_s for episode in episodes), default=0.0)
-    found = [f"{len(episodes)} episodes; the slowest step took {slowest_s:.2g} s", *_unwritable(evidence)]
+    found = f"{len(episodes)} episodes; the slowest step took {slowest_s:.2g} s{_unwritable(evidence)}"
     if evidence.stopped_after_s:
-        found.insert(0, f"stopped after {evidence.stopped_after_s:g} s (--max-seconds)")
-    return ok("; ".join(found))
+        return f"stopped after {evidence.stopped_after_s:g} s (--max-seconds); {found}"
+    return found
 
 
-def _never_ends(evidence: Evidence) -> bool:
-    """Return whether the right answer is known and is a success, and still no episode ever ended."""
-    is_solved = any(map(evidence.is_success, evidence.of("gold")))
-    return is_solved and not any(step.done for episode in evidence.episodes for step in episode.steps)
-
-
-def _unwritable(evidence: Evidence) -> list[str]:
+def _unwritable(evidence: Evidence) -> str:
     """Name a key of a step's info whose value a recording can only keep as its `repr`, if there is one."""
-    infos = [step.info for episode in evidence.episodes for step in episode.steps]
-    for key, value in sorted({str(key): value for info in infos for key, value in info.items()}.items()):
+    found: dict[str, object] = {}
+    for episode in evidence.episodes:
+        for step in episode.steps:
+            found.update(step.info)
+    for key in sorted(found, key=str):
         try:
-            json.dumps(value)
+            json.dumps(found[key])
         except (TypeError, ValueError, RecursionError):
-            return [f"in the info of a step {key} is recorded as text only: {value!r:.60}"]
-    return []
+            return f"; in the info of a step {key} is recorded as text only: {found[key]!r:.60}"
+    return ""
 
 
-def check_deterministic(evidence: Evidence) -> Verdict:
+def check_deterministic(evidence: Evidence) -> str:
     """The same sample and texts give the same episode, and the same index the same sample."""
     different = [
         f"sample {first.id}: differs when it is read again"
         for first, again in zip(evidence.samples, evidence.samples_again, strict=True)
-        if (first.id, first.label, digest(checked_prompt(first)))
-        != (again.id, again.label, digest(checked_prompt(again)))
+        if fingerprint(first) != fingerprint(again)
     ]
     different += [f"sample {each.id}: an episode changes its prompt or metadata" for each in evidence.samples_changed]
-    # A fault is reported by the contract already, and its text may hold an address.
-    pairs = [(first, again) for first, again in evidence.repeats if not first.fault and not again.fault]
-    different += [f"{where(first)}: {what}" for first, again in pairs if (what := _difference(first, again))]
-    if different:
-        return fault(listed(different))
-    return ok(f"{len(pairs)} episodes played twice and {len(evidence.samples)} samples read twice")
+    num_pairs = 0
+    for first, again in evidence.repeats:
+        # A fault is reported by the contract already, and its text may hold an address.
+        if first.fault or again.fault:
+            continue
+        num_pairs += 1
+        if what := _difference(first, again):
+            different.append(f"{where(first)}: {what}")
+    refuse(different)
+    return f"{num_pairs} episodes played twice and {len(evidence.samples)} samples read twice"
 
 
 def _difference(first: PlayedEpisode, again: PlayedEpisode) -> str | None:
@@ -94,7 +97,7 @@ def _difference(first: PlayedEpisode, again: PlayedEpisode) -> str | None:
     return f"the rewards are {first.reward:g} and {again.reward:g}"
 
 
-def check_calls(evidence: Evidence) -> Verdict:
+def check_calls(evidence: Evidence) -> str:
     """No model text causes a fault or exceeds the time limit of a step, and a broken call gets an answer."""
     limit_s = evidence.spec.step_timeout_s
     known = {(fault.call, fault.summary) for _, fault in evidence.ordinary_faults}
@@ -115,16 +118,11 @@ def check_calls(evidence: Evidence) -> Verdict:
         last = episode.steps[-1]
         outcome = _outcome(last)
         outcomes[outcome] += 1
-        if script.needs_answer and outcome != "ok" and not _is_answered(last):
+        if script.needs_answer and outcome != "ok" and not has_text(last.messages):
             problems.append(f"{where(episode)}: the call cannot be made, and the model is not told ({outcome})")
-    if faults or problems:
-        return fault(listed([*grouped(faults), *problems]))
+    refuse([*grouped(faults), *problems])
     counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-    return ok(f"{outcomes.total()} texts: {counts}")
-
-
-def _is_answered(step: StepResult) -> bool:
-    return any(text.strip() for text in said(step))
+    return f"{outcomes.total()} texts: {counts}"
 
 
 def _outcome(step: StepResult) -> str:
@@ -133,28 +131,25 @@ def _outcome(step: StepResult) -> str:
         return " + ".join(dict.fromkeys(str(record.get("outcome")) for record in records))
     if step.done:
         return "ends the episode"
-    return "answered" if _is_answered(step) else "silence"
+    return "answered" if has_text(step.messages) else "silence"
 
 
-def check_closing(evidence: Evidence) -> Verdict:
+def check_closing(evidence: Evidence) -> str:
     """`close` never raises: after an episode, after a fault, and called twice."""
-    closed = [episode for episode in evidence.episodes if episode.close_error]
-    if closed:
-        return fault(listed(grouped((each, "", Fault("close", each.close_error or "").summary) for each in closed)))
+    refuse(grouped((each, "", located_line(each.close_error)) for each in evidence.episodes if each.close_error))
     if not evidence.of("closing"):
-        return skipped("the check stopped before it")
-    detail = f"after {len(evidence.episodes)} episodes, before the first reset, after a fault, and twice"
-    return ok(detail)
+        raise NotApplicable("the check stopped before it")
+    return f"after {len(evidence.episodes)} episodes, before the first reset, after a fault, and twice"
 
 
-def check_leftovers(evidence: Evidence) -> Verdict:
+def check_leftovers(evidence: Evidence) -> str:
     """Episodes leave nothing behind in the program, and its directory, settings and modules as they were."""
     first, middle, last = evidence.states
     if evidence.spec.isolation == "process":
-        return skipped("a worker process ends what an episode leaves")
+        raise NotApplicable("a worker process ends what an episode leaves")
     # A new worker, after one that was lost, has nothing left of the episodes before it.
     if not evidence.repeats or middle.pid != last.pid:
-        return skipped("the check stopped before it")
+        raise NotApplicable("the check stopped before it")
     num_episodes = len(evidence.repeats)
     found = []
     for what, amount in last.amounts.items():
@@ -166,13 +161,13 @@ def check_leftovers(evidence: Evidence) -> Verdict:
     # A name stands in the difference twice if its value has changed, once if it is new or gone.
     if changed := sorted({name for name, _ in first.settings ^ last.settings}):
         found.append(f"settings of the whole program are changed: {listed(changed)}")
-    if seeded := sorted({name for pair in evidence.repeats for name in _seeded(*pair)}):
-        found.append(f"the seed of {listed(seeded)}, which all episodes share, is set; use a generator of your own")
+    # Two plays begin with different seeds.
+    seeded = set[str]()
+    for one, other in evidence.repeats:
+        seeded |= {name for name, _ in one.generators.items() & other.generators.items()}
+    if seeded:
+        named = listed(sorted(seeded))
+        found.append(f"the seed of {named}, which all episodes share, is set; use a generator of your own")
     if found:
-        return fault("; ".join(found) + "; end it in close, or write `isolation: process`")
-    return ok(f"nothing after {num_episodes} episodes played again")
-
-
-def _seeded(first: PlayedEpisode, again: PlayedEpisode) -> list[str]:
-    """Return the generators that two plays, begun with different seeds, have left in the same state."""
-    return [name for name, state in again.generators.items() if state == first.generators.get(name)]
+        raise Broken("; ".join(found) + "; end it in close, or write `isolation: process`")
+    return f"nothing after {num_episodes} episodes played again"

@@ -65,8 +65,8 @@ class PlayedEpisode:
     """
 
     sample: Sample
-    prompt: tuple[Message, ...]
     script: Script
+    prompt: tuple[Message, ...] = ()
     tools: Sequence[dict[str, Any]] = ()
     solution: tuple[str, ...] = ()
     opening: tuple[Message, ...] = ()
@@ -149,7 +149,6 @@ def checked_prompt(sample: Sample) -> tuple[Message, ...]:
 async def play_episode(
     make_env: Callable[[], EpisodeEnv],
     sample: Sample,
-    prompt: tuple[Message, ...],
     script: Script,
     limits: EnvLimits,
     max_turns: int,
@@ -206,7 +205,6 @@ async def play_episode(
         close_s = time.perf_counter() - started
     return PlayedEpisode(
         sample=sample,
-        prompt=prompt,
         script=script,
         tools=runner.tools,
         solution=wrappers[-1].solution_read if wrappers else (),

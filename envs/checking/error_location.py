@@ -21,7 +21,7 @@ _LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdl
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-def author_location(frames: Iterable[tuple[str, int | None]]) -> str | None:
+def author_location(frames: Iterable[tuple[str, int | str | None]]) -> str | None:
     """Return the last frame (file, line) that lies in an author's code, as text; None if there is none.
 
     >>> author_location([("/home/me/shop.py", 12), (re.__file__, 30)])
@@ -39,15 +39,10 @@ def located_line(fault: str | None, default: str = "") -> str:
     Example: "KeyError: 2 (shop.py:12)".
     """
     line = last_line(fault)
-    place = author_location(frames_in(fault or "")) or default
+    place = author_location(_FRAME.findall(fault or "")) or default
     if not place or f"({place})" in line:
         return line
     return f"{line} ({place})"
-
-
-def frames_in(text: str) -> list[tuple[str, int]]:
-    """Return the (file, line) pairs of all tracebacks in a text."""
-    return [(file, int(line)) for file, line in _FRAME.findall(text)]
 
 
 def _is_authors(file: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,9 +12,11 @@ from typing import Any
 from PIL import Image
 
 from envs.checking.chat_template import ChatTemplate
-from envs.checking.episodes import Fault, Kind, PlayedEpisode
+from envs.checking.episodes import Fault, Kind, PlayedEpisode, checked_prompt
 from envs.checking.leftovers import ProcessState
+from envs.checks import Broken
 from envs.env import EnvArgs
+from envs.errors import shortened
 from envs.execution.runner import StepResult
 from envs.images import image_digest
 from envs.spec import EnvSpec
@@ -82,33 +85,42 @@ def grouped(faults: Iterable[tuple[PlayedEpisode, str, str]]) -> list[str]:
     groups: dict[tuple[str, str], list[PlayedEpisode]] = defaultdict(list)
     for episode, call, what in faults:
         groups[call, what].append(episode)
-    return [_grouped(episodes, call, what) for (call, what), episodes in groups.items()]
-
-
-def _grouped(episodes: Sequence[PlayedEpisode], call: str, what: str) -> str:
-    samples = list(dict.fromkeys(episode.sample.id for episode in episodes))
-    scripts = list(dict.fromkeys(episode.script.name for episode in episodes))
-    parts = [f"sample {samples[0]}" if len(samples) == 1 else f"{len(samples)} samples"]
-    if call not in ("building", "reset", "solution"):  # calls before the model's first text
-        parts.append(scripts[0] if len(scripts) == 1 else f"{scripts[0]} and {len(scripts) - 1} more")
-    if call and not what.startswith(f"{call} "):  # "reset must return ..." says it already
-        parts.append(call)
-    return f"{', '.join(parts)}: {what}"
+    described = []
+    for (call, what), episodes in groups.items():
+        first = episodes[0]
+        num_samples = len({episode.sample.id for episode in episodes})
+        num_others = len({episode.script.name for episode in episodes}) - 1
+        place = f"{num_samples} samples"
+        if num_samples == 1:
+            place = f"sample {first.sample.id}"
+        if call not in ("building", "reset", "solution"):  # calls before the model's first text
+            place += f", {first.script.name}"
+            if num_others:
+                place += f" and {num_others} more"
+        if call and not what.startswith(f"{call} "):  # "reset must return ..." says it already
+            place += f", {call}"
+        described.append(f"{place}: {what}")
+    return described
 
 
 def listed(items: Iterable[str]) -> str:
     """List the first three distinct items and count the rest."""
     distinct = list(dict.fromkeys(items))
+    shown = distinct[:MAX_SHOWN]
     if len(distinct) > MAX_SHOWN:
-        more = f"; and {len(distinct) - MAX_SHOWN} more"
-    else:
-        more = ""
-    return "; ".join(distinct[:MAX_SHOWN]) + more
+        shown.append(f"and {len(distinct) - MAX_SHOWN} more")
+    return "; ".join(shown)
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """End the check with a fault if there are problems."""
+    if found := listed(problems):
+        raise Broken(found)
 
 
 def quoted(text: str) -> str:
     """Write the beginning of a text in quotes."""
-    return repr(text if len(text) <= 40 else text[:37] + "...")
+    return repr(shortened(text, 40))
 
 
 def texts(messages: Iterable[Message]) -> list[str]:
@@ -116,9 +128,9 @@ def texts(messages: Iterable[Message]) -> list[str]:
     return [part["text"] for message in messages for part in content_parts(message) if part.get("type") == "text"]
 
 
-def said(step: StepResult) -> list[str]:
-    """Return the texts of a step's answer."""
-    return texts(step.messages)
+def has_text(messages: Iterable[Message]) -> bool:
+    """Return whether any text of some messages holds more than blanks."""
+    return any(map(str.strip, texts(messages)))
 
 
 def call_records(step: StepResult) -> list[dict[str, Any]]:
@@ -134,8 +146,7 @@ def unlike(one: Sequence[Message], other: Sequence[Message]) -> str:
     first = "".join(texts(one))
     second = "".join(texts(other))
     if first != second:
-        same = next((place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
-        start = max(0, same - 10)
+        start = max(0, len(os.path.commonprefix([first, second])) - 10)  # noqa: RUF071 - characters are meant
         return f"{quoted(first[start:])} and {quoted(second[start:])}"
     return "the texts are the same, the images differ"
 
@@ -145,6 +156,11 @@ def names_label(text: str, label: str | None) -> bool:
     return label is not None and re.search(rf"(?<!\w){re.escape(label)}(?!\w)", text) is not None
 
 
+def fingerprint(sample: Sample) -> tuple[object, ...]:
+    """Return what makes a sample: its id, its label, and its prompt with images decoded."""
+    return sample.id, sample.label, digest(checked_prompt(sample))
+
+
 def digest(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
     """Return roles, texts and image digests; equal conversations have equal digests."""
     found: list[tuple[Any, ...]] = []
@@ -152,8 +168,6 @@ def digest(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
         for part in content_parts(message):
             image = part.get("image")
             if isinstance(image, Image.Image):
-                shown = image_digest(image)
-            else:
-                shown = repr(image)
-            found.append((message.get("role"), part.get("text"), shown))
+                image = image_digest(image)
+            found.append((message.get("role"), part.get("text"), repr(image)))
     return found

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import builtins
 import gc
-import io
-import json
+import importlib
 import logging
-import math
 import os
-import pathlib
 import pickle
 import random
-import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,21 +21,21 @@ from envs.workers.process_info import children, memory_mib, num_files
 #: Threads that run the environments' calls; they stay for the next call.
 _OURS = ("environment", "environments", "watchdog")
 #: Python's own modules whose functions an environment may replace.
-_PATCHABLE = (
-    builtins,
-    io,
-    json,
-    math,
-    os,
-    os.path,
-    pathlib,
-    random,
-    re,
-    socket,
-    subprocess,
-    threading,
-    time,
-)
+_PATCHABLE = [
+    "builtins",
+    "io",
+    "json",
+    "math",
+    "os",
+    "os.path",
+    "pathlib",
+    "random",
+    "re",
+    "socket",
+    "subprocess",
+    "threading",
+    "time",
+]
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,7 @@ def _directory() -> str:
 
 def _functions() -> Iterator[tuple[str, int]]:
     """Yield the functions and classes of Python's own modules that were loaded first, by name and identity."""
-    for module in _PATCHABLE:
+    for module in map(importlib.import_module, _PATCHABLE):
         for name, value in vars(module).items():
             if callable(value):
                 yield f"{module.__name__}.{name}", id(value)

@@ -13,9 +13,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from envs.checking.chat_template import ChatTemplate
 from envs.checking.episodes import PlayedEpisode
-from envs.checking.findings import NOT_REACHED, Evidence, call_records, listed, quoted, texts, where
+from envs.checking.findings import NOT_REACHED, Evidence, call_records, has_text, quoted, refuse, texts, where
 from envs.checking.hostile import example_arguments
-from envs.checks import Verdict, fault, ok, skipped
+from envs.checks import NotApplicable
 from envs.contract import MAX_IMAGE_PIXELS, EnvFault, checked_messages
 from envs.errors import UserError
 from envs.images import MAX_RATIO
@@ -33,65 +33,67 @@ _CONTROL = re.compile(r"<\|[^|<>\s]{1,40}\|>")
 _TAGS = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?tool_(?:call|response)>")
 
 
-def check_prompts(evidence: Evidence) -> Verdict:
+def check_prompts(evidence: Evidence) -> str:
     """Prompts are messages with known roles and parts, and their images decode."""
     problems = []
     counts = []
     openings = {episode.sample.id: episode.opening for episode in evidence.of("survey") if episode.is_opened}
     for sample in evidence.samples:
+        is_opened = sample.id in openings
         try:
             messages = [*checked_messages(list(sample.prompt)), *openings.get(sample.id, ())]
         except (EnvFault, UserError, TypeError) as error:
             rule = str(error).replace("format_observation must return", "a prompt must hold")
             problems.append(f"sample {sample.id}: {rule.replace('observation image', 'image')}")
             continue
-        if not messages and sample.id not in openings:
-            continue  # the first observation, not known here, may hold all messages
-        if not messages:
-            problems.append(f"sample {sample.id}: neither prompt nor first observation holds a message")
-        elif messages[-1]["role"] == "assistant" and sample.id in openings:
-            problems.append(f"sample {sample.id}: the last message is an assistant's, so no turn of the model begins")
-        if unknown := [message["role"] for message in messages if message["role"] not in ROLES]:
-            problems.append(f"sample {sample.id}: role '{unknown[0]}' is not one of {', '.join(ROLES)}")
-        if messages and not any(map(str.strip, texts(messages))) and not any(message_images(messages)):
-            problems.append(f"sample {sample.id}: the prompt is empty, without text and images")
-        if any("<image>" in text for text in texts(messages)):
-            problems.append(f"sample {sample.id}: a text contains <image>, which stays text; write an image part")
-        counts.append(len(message_images(messages)))
+        # The first observation, if it is not known, may hold all messages.
+        if messages or is_opened:
+            problems += [f"sample {sample.id}: {problem}" for problem in _prompt_problems(messages, is_opened)]
+            counts.append(len(message_images(messages)))
     ids = Counter(sample.id for sample in evidence.samples)
     problems += [f"{count} samples have the id {each}" for each, count in ids.items() if count > 1]
-    if problems:
-        return fault(listed(problems))
+    refuse(problems)
     if not counts:
-        return skipped(NOT_REACHED)
-    return ok(f"{len(counts)} prompts with {sum(counts)} images")
+        raise NotApplicable(NOT_REACHED)
+    return f"{len(counts)} prompts with {sum(counts)} images"
 
 
-def check_tools(evidence: Evidence) -> Verdict:
+def _prompt_problems(messages: Sequence[Message], is_opened: bool) -> Iterator[str]:
+    if not messages:
+        yield "neither prompt nor first observation holds a message"
+        return
+    if messages[-1]["role"] == "assistant" and is_opened:
+        yield "the last message is an assistant's, so no turn of the model begins"
+    if unknown := [message["role"] for message in messages if message["role"] not in ROLES]:
+        yield f"role '{unknown[0]}' is not one of {', '.join(ROLES)}"
+    if not has_text(messages) and not message_images(messages):
+        yield "the prompt is empty, without text and images"
+    if any("<image>" in text for text in texts(messages)):
+        yield "a text contains <image>, which stays text; write an image part"
+
+
+def check_tools(evidence: Evidence) -> str:
     """Tools are schemas in the form that chat templates expect."""
     # Those of one episode stand for all: `check_deterministic` compares them.
     tools = next((episode.tools for episode in evidence.episodes if episode.tools), ())
     if not tools and any(episode.runs_tools for episode in evidence.episodes):
-        return skipped("no method of this ToolEnv is marked with @tool")
+        raise NotApplicable("no method of this ToolEnv is marked with @tool")
     if not tools:
-        return skipped("the environment has no tools")
-    problems = []
+        raise NotApplicable("the environment has no tools")
+    problems = list(filter(None, map(schema_problem, tools)))
+    names = Counter[str]()
     remarks = []
-    for each in tools:
-        problem = schema_problem(each)
-        if problem:
-            problems.append(problem)
-            continue
-        function = each["function"]
+    for tool in usable(tools):
+        function = tool["function"]
+        name = function["name"]
+        names[name] += 1
         if not str(function.get("description") or "").strip():
-            remarks.append(f"{function['name']} has no description, so a model has to guess what it does")
-        if _is_silent(evidence, each):
-            problems.append(f"{function['name']} answered nothing in every call; does it return?")
-    names = [each["function"]["name"] for each in tools if not schema_problem(each)]
-    problems += [f"two tools are called {each}" for each, count in Counter(names).items() if count > 1]
-    if problems:
-        return fault(listed(problems))
-    return ok("; ".join([", ".join(names), *remarks]))
+            remarks.append(f"{name} has no description, so a model has to guess what it does")
+        if _is_silent(evidence, tool):
+            problems.append(f"{name} answered nothing in every call; does it return?")
+    problems += [f"two tools are called {name}" for name, count in names.items() if count > 1]
+    refuse(problems)
+    return "; ".join([", ".join(names), *remarks])
 
 
 def _is_silent(evidence: Evidence, tool: dict[str, Any]) -> bool:
@@ -107,7 +109,7 @@ def _is_silent(evidence: Evidence, tool: dict[str, Any]) -> bool:
             made = [(record.get("name"), record.get("outcome")) for record in call_records(step)]
             if made != [(name, "ok")] or step.done:  # a tool that ends the task need not answer
                 continue
-            if any(map(str.strip, texts(step.messages))) or message_images(step.messages):
+            if has_text(step.messages) or message_images(step.messages):
                 return False
             num_calls += episode.script.kind == "gold" or not is_guessed
     return num_calls > 0
@@ -150,7 +152,7 @@ def schema_problem(tool: Any) -> str | None:
     return None
 
 
-def check_rendering(evidence: Evidence) -> Verdict:
+def check_rendering(evidence: Evidence) -> str:
     """Every conversation renders: each text verbatim, each image as one placeholder."""
     template = evidence.template
     problems = []
@@ -170,19 +172,18 @@ def check_rendering(evidence: Evidence) -> Verdict:
             problems.append(f"{where(episode)}: {template.name} refuses it: {error}")
             continue
         count += len(episode.observations)
-        if episode.script.kind != "hostile":  # a long text may be repeated in the answer
-            sizes = map(len, texts(episode.observations))
-            problems += [
-                f"{where(episode)}: an observation has {size:,} characters; more than {MAX_CHARACTERS:,} fill a context"
-                for size in sizes
-                if size > MAX_CHARACTERS
-            ]
-        problems += [
-            f"{where(episode)}: {what}" for what in _render_problems(template, rendered, conversation, episode)
-        ]
-    if problems:
-        return fault(listed(problems))
-    return ok(f"{count} observations with {template.name}")
+        problems += [f"{where(episode)}: {problem}" for problem in _too_long(episode)]
+        found = _render_problems(template, rendered, conversation, episode)
+        problems += [f"{where(episode)}: {problem}" for problem in found]
+    refuse(problems)
+    return f"{count} observations with {template.name}"
+
+
+def _too_long(episode: PlayedEpisode) -> Iterator[str]:
+    for text in texts(episode.observations):
+        # An answer may repeat a long text of a hostile script.
+        if len(text) > MAX_CHARACTERS and episode.script.kind != "hostile":
+            yield f"an observation has {len(text):,} characters; more than {MAX_CHARACTERS:,} fill a context"
 
 
 def _render_problems(
@@ -206,7 +207,7 @@ def _render_problems(
         yield f"{images} images, but {found} placeholders {template.placeholder}"
 
 
-def check_control_tokens(evidence: Evidence) -> Verdict:
+def check_control_tokens(evidence: Evidence) -> str:
     """The environment's texts contain no token with which a template marks turns or images."""
     own = []
     echoed = Counter[str]()
@@ -221,28 +222,26 @@ def check_control_tokens(evidence: Evidence) -> Verdict:
                     echoed[token] += 1
                 else:
                     own.append(f"{token} in {place}")
-    if own:
-        return fault(listed(dict.fromkeys(own)))
+    refuse(own)
     if echoed:
-        return ok(f"only those that the model wrote before: {', '.join(echoed)} (rendered as plain text)")
-    return ok("none in any text")
+        return f"only those that the model wrote before: {', '.join(echoed)} (rendered as plain text)"
+    return "none in any text"
 
 
-def check_images(evidence: Evidence) -> Verdict:
+def check_images(evidence: Evidence) -> str:
     """Images have a size that a vision-language model accepts."""
     messages = [message for each in evidence.episodes for message in (*each.prompt, *each.observations)]
     sizes = sorted({image.size for image in message_images(messages)}, key=math.prod)
     problems = []
-    for width, height in sizes:
+    shown = [f"{width}x{height}" for width, height in sizes]
+    for name, (width, height) in zip(shown, sizes, strict=True):
         if width * height > MAX_IMAGE_PIXELS:
-            problems.append(f"{width}x{height}: an image may have at most {MAX_IMAGE_PIXELS:,} pixels")
+            problems.append(f"{name}: an image may have at most {MAX_IMAGE_PIXELS:,} pixels")
         elif min(width, height) < MIN_SIDE:
-            problems.append(f"{width}x{height}: a side must have at least {MIN_SIDE} pixels")
+            problems.append(f"{name}: a side must have at least {MIN_SIDE} pixels")
         elif max(width, height) > MAX_RATIO * min(width, height):
-            problems.append(f"{width}x{height}: one side may be at most {MAX_RATIO} times as long as the other")
-    if problems:
-        return fault(listed(problems))
-    if not sizes:
-        return skipped("there are no images")
-    smallest, largest = (f"{width}x{height}" for width, height in (sizes[0], sizes[-1]))
-    return ok(f"images of {smallest} to {largest}")
+            problems.append(f"{name}: one side may be at most {MAX_RATIO} times as long as the other")
+    refuse(problems)
+    if not shown:
+        raise NotApplicable("there are no images")
+    return f"images of {shown[0]} to {shown[-1]}"

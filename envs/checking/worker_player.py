@@ -16,7 +16,7 @@ from typing import Any
 
 from envs.checking.call_timer import GRACE_S, CallTimer, LostCall
 from envs.checking.episodes import Fault, PlayedEpisode, Script, checked_prompt, play_episode
-from envs.checking.findings import digest, quoted
+from envs.checking.findings import fingerprint, quoted
 from envs.checking.leftovers import Generators, ProcessState
 from envs.env import EnvArgs
 from envs.errors import UserError
@@ -108,7 +108,7 @@ class WorkerPlayer:
         else:
             what = f"the environment ended the process: {error}; with `isolation: process` it ends its own alone"
         text = f"{call.frames}{what}"
-        episode = PlayedEpisode(_NO_SAMPLE, (), script, has_hung=has_hung)
+        episode = PlayedEpisode(_NO_SAMPLE, script, has_hung=has_hung)
         if call.name == "close":
             return replace(episode, close_error=text)
         name = f"step {call.num_steps}" if call.name == "step" else call.name
@@ -178,8 +178,7 @@ class _Playing:
         watchdog.WATCHDOG = self._timer  # it ends a call by itself, where the program's watchdog needs another process
         self._build_env = spec.load_here()
         self._limits = replace(EnvLimits.of(spec), on_tool_fault=args.on_tool_fault)
-        self._prompts = [checked_prompt(sample) for sample in samples]  # decode once, not for every episode
-        self._fingerprints = list(map(_fingerprint, samples))
+        self._fingerprints = self._states()
         self._loop = asyncio.Runner()
         self._num_played = 0
 
@@ -195,7 +194,6 @@ class _Playing:
             play_episode(
                 lambda: self._build_env(sample, self._args),
                 sample,
-                self._prompts[place],
                 script,
                 limits,
                 self._args.max_turns,
@@ -204,21 +202,19 @@ class _Playing:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the environment may have closed it
                 stream.flush()
-        return replace(episode, sample=_NO_SAMPLE, prompt=(), generators=Generators.states())
+        return replace(episode, sample=_NO_SAMPLE, generators=Generators.states())
 
     def state(self) -> ProcessState:
         return ProcessState.now(self._folder / TEMPORARY, self._folder / OUTPUT)
 
     def changed(self) -> list[int]:
-        now = map(_fingerprint, self._samples)
-        return [place for place, (old, new) in enumerate(zip(self._fingerprints, now, strict=True)) if old != new]
+        return [place for place, state in enumerate(self._states()) if state != self._fingerprints[place]]
+
+    def _states(self) -> list[object]:
+        return [(fingerprint(sample), repr(sample.metadata)) for sample in self._samples]
 
 
 _playing: _Playing
-
-
-def _fingerprint(sample: Sample) -> tuple[object, ...]:
-    return digest(checked_prompt(sample)), sample.label, repr(sample.metadata)
 
 
 def _enter(directory: str, variables: dict[str, str], folder: Path) -> None:

@@ -66,12 +66,14 @@ def read_messages(row: Mapping[str, Any], keys: DataKeys, where: str, access: Im
     messages = _parse_prompt(row, keys.prompt, where)
     parts = [part for message in messages for part in message["content"]]
     shown = [part["image"] for part in parts if "image" in part]
+    field = f"{where} {keys.prompt} image"
     if not shown:
-        return _with_images(messages, _image_values(row, keys, where), f"{where} {keys.images}", where, access)
-    if row.get(keys.images):
+        shown = _image_values(row, keys, where)
+        field = f"{where} {keys.images}"
+    elif row.get(keys.images):
         rule = f"must have its images in the messages or under '{keys.images}'"
         raise UserError(where, rule, "both", "remove one of the two")
-    return _with_images(messages, shown, f"{where} {keys.prompt} image", where, access)
+    return _with_images(messages, shown, field, where, access)
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
@@ -95,11 +97,9 @@ def _image_values(row: Mapping[str, Any], keys: DataKeys, where: str) -> list[An
             fix = f"give {shlex.join(['--image-keys', others[0]])}"
             raise UserError(where, f"must hold its images under the images key '{keys.images}'", ", ".join(row), fix)
     value = row.get(keys.images)
-    if value is None:
-        return []
     if isinstance(value, list | tuple):
         return list(value)
-    return [value]
+    return [] if value is None else [value]
 
 
 def _is_stored_image(value: object) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +23,6 @@ from envs.errors import UserError, did_you_mean, first_line
 
 if TYPE_CHECKING:
     import datasets
-    import pyarrow
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
 
@@ -69,17 +68,16 @@ class ArrowRows:
     """
 
     name: str
-    size: int
-    #: Returns the row at an index, as a table of one row.
-    find: Callable[[int], pyarrow.Table]
+    #: A table of Arrow, or anything whose slices are some.
+    table: Any
 
     def __len__(self) -> int:
-        return self.size
+        return len(self.table)
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]:
         """Return a row. Raises `UserError` if Python cannot hold a value of it, such as a date after the year 9999."""
         try:
-            found = self.find(index)
+            found = self.table[index : index + 1]
             (row,) = found.to_pylist()
         except Exception as error:  # Arrow raises what the conversion of each type raises
             fix = "write the column as text or numbers, or leave it out"
@@ -216,10 +214,7 @@ def _read_files(files: Sequence[Path], name: str) -> Rows:
         return _read_parquet(files, name)
     if suffix not in SUFFIXES:
         raise UserError(files[0].name, f"must end in {', '.join(SUFFIXES)}", suffix, "convert or rename it")
-    if suffix == ".jsonl":
-        read = _read_jsonl
-    else:
-        read = _read_json
+    read = _read_jsonl if suffix == ".jsonl" else _read_json
     return [row for file in files for row in read(file)]
 
 
@@ -234,7 +229,7 @@ def _read_parquet(files: Sequence[Path], name: str) -> Rows:
     except (OSError, pyarrow.ArrowException) as error:
         names = ", ".join(file.name for file in files)
         raise UserError(names, "must be readable parquet", first_line(error), "write the file again") from error
-    return ArrowRows(name, table.num_rows, lambda index: table.slice(index, 1))
+    return ArrowRows(name, table)
 
 
 def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
@@ -243,14 +238,14 @@ def _read_jsonl(file: Path) -> list[Mapping[str, Any]]:
     for number, line in enumerate(_read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
+        where = f"{file.name} line {number}"
+        rule = "must be one JSON object"
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            rule = f"must be one JSON object ({json_fault(error)})"
-            raise UserError(f"{file.name} line {number}", rule, line[:60], "fix the line") from error
+            raise UserError(where, f"{rule} ({json_fault(error)})", line[:60], "fix the line") from error
         if not isinstance(row, dict):
-            where = f"{file.name} line {number}"
-            raise UserError(where, "must be one JSON object", line[:60], 'write {"problem": ...}')
+            raise UserError(where, rule, line[:60], 'write {"problem": ...}')
         rows.append(row)
     return rows
 
@@ -304,19 +299,11 @@ def _load_saved(folder: Path, split: str, name: str) -> Rows:
 
 
 def _open_hub(name: str, split: str) -> RowSource:
+    import datasets
     from datasets import config
 
     if problem := hub_problem(name, "dataset"):
         raise UserError(name, "must be a data set of the hub, or a file or folder here", name, problem)
-    shown = f"{name}[{split}]"
-    rows = _arrow_rows(_load_hugging_face(name, split), shown)
-    # The library's own paths point into its cache; a row must not name any other file.
-    return RowSource(rows, shown, f"{name.split('/')[-1]}-{split}", Path(config.HF_CACHE_HOME))
-
-
-def _load_hugging_face(name: str, split: str) -> datasets.Dataset:
-    import datasets
-
     try:
         loaded = datasets.load_dataset(name, split=split)
     # The library raises errors of many HTTP, file system and parser packages.
@@ -325,10 +312,12 @@ def _load_hugging_face(name: str, split: str) -> datasets.Dataset:
         raise UserError(name, f"must load with the split '{split}'", first_line(error), fix) from error
     # Without `split` it would be a dict of data sets, and with streaming a data set without a length.
     assert isinstance(loaded, datasets.Dataset), f"split='{split}' gave {type(loaded).__name__}, not one data set"
-    return loaded
+    shown = f"{name}[{split}]"
+    # The library's own paths point into its cache; a row must not name any other file.
+    cache = Path(config.HF_CACHE_HOME)
+    return RowSource(_arrow_rows(loaded, shown), shown, f"{name.split('/')[-1]}-{split}", cache)
 
 
 def _arrow_rows(dataset: datasets.Dataset, name: str) -> Rows:
     # The arrow format returns images as stored ({bytes, path}); the default format would decode each one.
-    table = dataset.with_format("arrow")
-    return ArrowRows(name, len(dataset), lambda index: table[index : index + 1])
+    return ArrowRows(name, dataset.with_format("arrow"))

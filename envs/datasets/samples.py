@@ -28,57 +28,57 @@ _CHECKED_AT_ONCE = 256
 _KEPT_DECODED = 16
 
 
+@dataclass(eq=False)
 class RowSamples:
     """The samples of a data set's first `size` rows; see `load_samples`.
 
     Reading a sample decodes its images; the last 16 samples stay decoded.
     """
 
-    def __init__(
-        self, source: RowSource, keys: DataKeys, system_prompt: str | None, access: ImageAccess, size: int
-    ) -> None:
-        self._source = source
-        self._keys = keys
-        self._size = size
-        self._system_prompt = system_prompt
-        self._access = access
+    source: RowSource
+    keys: DataKeys
+    system_prompt: str | None
+    access: ImageAccess
+    size: int
+
+    def __post_init__(self) -> None:
         # The episodes of a group read the same sample one after the other.
         self._cached_sample = lru_cache(_KEPT_DECODED)(self._read)
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __getitem__(self, index: int) -> Sample:
         # `range` takes negative indices and raises IndexError, as a list does.
-        return self._cached_sample(range(self._size)[index])
+        return self._cached_sample(range(self.size)[index])
 
     def _read(self, index: int) -> Sample:
-        row = self._source.rows[index]
-        where = f"{self._source.name} row {index}"
-        messages = read_messages(row, self._keys, where, self._access)
-        if self._system_prompt is not None:
-            messages = add_system_prompt(messages, self._system_prompt)
+        row = self.source.rows[index]
+        where = f"{self.source.name} row {index}"
+        messages = read_messages(row, self.keys, where, self.access)
+        if self.system_prompt is not None:
+            messages = add_system_prompt(messages, self.system_prompt)
         row_id = row.get("id")
         return Sample(
-            id=f"{self._source.stem}-{index}" if row_id is None else str(row_id),
+            id=f"{self.source.stem}-{index}" if row_id is None else str(row_id),
             prompt=tuple(messages),
-            label=_parse_answer(row, self._keys.answer, where),
-            metadata=_metadata(row, self._keys, where),
+            label=_parse_answer(row, self.keys.answer, where),
+            metadata=_metadata(row, self.keys, where),
         )
 
     def check(self) -> None:
         """Read every row with its images; raise the `UserError` of the first bad row."""
-        key = self._keys.images
-        rows = self._source.rows
+        key = self.keys.images
+        rows = self.source.rows
         # A text-only set may lack the default key; a key that the user named must exist.
-        if key != DEFAULT_KEYS.images and not any(key in rows[index] for index in range(self._size)):
+        if key != DEFAULT_KEYS.images and not any(key in rows[index] for index in range(self.size)):
             rule = f"must hold the images key '{key}' in some row"
             got = f"keys {', '.join(rows[0])}"
-            raise UserError(self._source.name, rule, got, column_fix("--image-keys", key, rows[0]))
+            raise UserError(self.source.name, rule, got, column_fix("--image-keys", key, rows[0]))
         # Pillow releases the interpreter while it decodes.
         with ThreadPoolExecutor() as pool:
-            for start in range(0, self._size, _CHECKED_AT_ONCE):
-                stop = min(start + _CHECKED_AT_ONCE, self._size)
+            for start in range(0, self.size, _CHECKED_AT_ONCE):
+                stop = min(start + _CHECKED_AT_ONCE, self.size)
                 for _ in pool.map(self._has_read, range(start, stop)):
                     pass
 

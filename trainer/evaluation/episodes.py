@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agents.rollout.episode import Episode
 from agents.rollout.groups import GroupProblem, RolloutOptions
@@ -32,11 +32,6 @@ class Way:
     name: str
     max_turns: int
     use_tools: bool
-
-    @property
-    def title(self) -> str:
-        """The name in tables."""
-        return self.name.replace("_", " ")
 
 
 def ways(max_turns: int, has_tools: bool, tools: Tools = "both", required: bool = False) -> tuple[Way, ...]:
@@ -80,6 +75,7 @@ class EvaluationOptions:
     tags: tuple[str, ...] = TAGS
 
 
+@dataclass(eq=False)
 class ProblemPlayer:
     """Plays every problem of a set. `results` grows as problems are done, and keeps them if the playing is stopped.
 
@@ -93,36 +89,26 @@ class ProblemPlayer:
         summarise(player.results, (1, 4), Intervals()).accuracy      # Estimate(0.262, 0.221, 0.305, 256, "bootstrap")
     """
 
-    def __init__(
-        self,
-        episode: Episode,
-        samples: SampleSource,
-        build_env: Callable[..., EpisodeEnv],
-        args: EnvArgs,
-        spec: EnvSpec,
-        options: EvaluationOptions,
-        on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
-    ) -> None:
-        self.episode = episode
-        self.samples = samples
-        self.spec = spec
-        self.options = options
-        self._build_env = build_env
-        self._args = args
-        self._on_episode = on_episode
-        self.results: list[ProblemResult] = []
-        self._info_keys: set[str] = set()
+    episode: Episode
+    samples: SampleSource
+    build_env: Callable[..., EpisodeEnv]
+    args: EnvArgs
+    spec: EnvSpec
+    options: EvaluationOptions
+    on_episode: Callable[[Trajectory], None] = lambda trajectory: None
+    results: list[ProblemResult] = field(default_factory=list)
+    _info_keys: set[str] = field(default_factory=set)
 
     async def evaluate(self) -> Evaluation:
         """Play all problems, at least one, and return their statistics."""
         await self.run()
-        return summarise(self.results, (1,), Intervals(), self.spec.total_bounds)
+        return summarise(self.results, (1,), Intervals(reward_bounds=self.spec.total_bounds))
 
     async def run(self) -> None:
         """Play all problems. Raises what the engine raises; a broken episode is a result too."""
         options = RolloutOptions(self.options.num_samples, max_concurrent=self.options.max_concurrent)
         manager = RolloutManager(
-            self.episode, self._build_env, self._args, self._problem, options, on_episode=self._on_episode
+            self.episode, self.build_env, self.args, self._problem, options, on_episode=self.on_episode
         )
         try:
             # In portions: so the images of a large set are never in memory all at once.

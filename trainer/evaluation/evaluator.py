@@ -250,10 +250,14 @@ class Evaluator:
     ) -> None:
         """Calls `on_episode(trajectory)` when an episode ends."""
         self._on_episode = on_episode
-        self.context, self.config, self.display = context, context.config, display
+        self.context = context
+        self.config = context.config
+        self.display = display
         self._players: dict[str, ProblemPlayer] = {}
         self._usage: dict[str, Counter[str]] = {}
-        self._recorder = self._make_recorder()
+        self._recorder: Recorder | None = None
+        if self.config.measurement.record:
+            self._recorder = context.recorder({way.name: context.episode(way) for way in context.ways})
         self._faults: set[str] = set()
         #: How many episodes broke, by the line of the error that says why.
         self.causes = Counter[str]()
@@ -286,11 +290,6 @@ class Evaluator:
             finally:
                 # Last, even where the disk is full: servers must not outlive the command.
                 await context.engine.close()
-
-    def _make_recorder(self) -> Recorder | None:
-        if not self.config.measurement.record:
-            return None
-        return self.context.recorder({way.name: self.context.episode(way) for way in self.context.ways})
 
     async def _play(self, way: Way) -> None:
         context = self.context
@@ -329,7 +328,7 @@ class Evaluator:
     def _make_report(self, partial: str) -> Report:
         context = self.context
         own = self.config.measurement
-        how = Intervals(own.confidence, own.bootstrap, own.seed)
+        how = Intervals(own.confidence, own.bootstrap, own.seed, context.spec.total_bounds)
         # A way in which nothing was played has no statistics.
         results = {name: player.results for name, player in self._players.items() if player.results}
         pair = tuple(results.values())
@@ -343,9 +342,7 @@ class Evaluator:
             confidence=own.confidence,
             partial=partial,
             seconds=round(time.perf_counter() - self._started, 1),
-            ways={
-                name: summarise(found, own.all_ks, how, context.spec.total_bounds) for name, found in results.items()
-            },
+            ways={name: summarise(found, own.all_ks, how) for name, found in results.items()},
             # Paired by problem: two separate intervals would hide what one way gains.
             difference=compare(pair[0], pair[1], how) if len(pair) == 2 else None,
             usage={name: self._with_cost(usage) for name, usage in self._usage.items() if usage},

@@ -11,11 +11,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal
 
 from agents.types import EndReason
 from trainer.evaluation.judges import JudgeAgreement, agreements
-from trainer.evaluation.statistics import Estimate, Intervals, estimate_mean, estimate_pass, estimate_share
+from trainer.evaluation.statistics import Estimate, Intervals, estimate_mean, estimate_pass
 
 #: The figures that policies are compared by, as fields of an `Evaluation`.
 Figure = Literal["accuracy", "mean_reward"]
@@ -134,47 +135,44 @@ class Evaluation:
         return self.mean_reward
 
 
-def summarise(
-    results_P: Sequence[ProblemResult],
-    ks: Sequence[int],
-    how: Intervals,
-    reward_bounds: tuple[float, float] = (0.0, 1.0),
-) -> Evaluation:
+def summarise(results_P: Sequence[ProblemResult], ks: Sequence[int], how: Intervals) -> Evaluation:
     """Return the statistics of at least one problem, all with the same number of samples.
 
-    `ks` lists the k of pass@k. `reward_bounds` are the least and the greatest reward, infinite where they are unknown.
+    `ks` lists the k of pass@k.
     """
     assert results_P, "statistics need at least one problem"
-    num_samples = len(results_P[0].episodes)
     episodes = [episode for result in results_P for episode in result.episodes]
-    # In a mixture, accuracies are over the problems that can be right or wrong.
-    has_success = knows_success(results_P)
-    right_P = [result.num_right for result in results_P if result.knows_success]
-    envs = sorted({result.env for result in results_P})
-    num_turns = sum(episode.num_turns for episode in episodes)
+    by_env: dict[str, list[ProblemResult]] = defaultdict(list)
+    for result in results_P:
+        by_env[result.env].append(result)
+    # One environment alone would show every row twice.
+    envs = sorted(by_env) if len(by_env) > 1 else ()
     return Evaluation(
         num_problems=len(results_P),
-        num_samples=num_samples,
-        accuracy=estimate_share(right_P, num_samples, how) if has_success else None,
-        pass_at={k: estimate_pass(right_P, num_samples, k, how) for k in ks} if has_success else {},
-        mean_reward=_mean_reward(results_P, how, reward_bounds),
+        num_samples=len(results_P[0].episodes),
+        accuracy=_pass_at(1, results_P, how),
+        pass_at={k: estimate for k in ks if (estimate := _pass_at(k, results_P, how))},
+        mean_reward=_mean_reward(results_P, how),
         num_broken=sum(not episode.end_reason.is_valid for episode in episodes),
         num_truncated=sum(episode.end_reason.is_truncated for episode in episodes),
-        num_turns=num_turns,
-        mean_turns=num_turns / len(episodes),
-        mean_tokens=sum(episode.num_tokens for episode in episodes) / len(episodes),
+        num_turns=sum(episode.num_turns for episode in episodes),
+        mean_turns=fmean(episode.num_turns for episode in episodes),
+        mean_tokens=fmean(episode.num_tokens for episode in episodes),
         ends=_ends(episodes),
         tool_outcomes=dict(Counter(outcome for e in episodes for outcome in e.outcomes).most_common()),
-        by_tag=_by_tag(results_P, how, reward_bounds),
-        mean_tool_calls=sum(episode.num_calls for episode in episodes) / len(episodes),
+        by_tag=_by_tag(results_P, how),
+        mean_tool_calls=fmean(episode.num_calls for episode in episodes),
         judges=agreements(episodes),
-        by_env={
-            env: summarise([result for result in results_P if result.env == env], ks, how, reward_bounds)
-            # One environment alone would show every row twice.
-            for env in envs
-            if len(envs) > 1
-        },
+        by_env={env: summarise(by_env[env], ks, how) for env in envs},
     )
+
+
+def _pass_at(k: int, results_P: Sequence[ProblemResult], how: Intervals) -> Estimate | None:
+    """Return pass@k over the problems that can be right or wrong, of a mixture perhaps not all; None without any."""
+    right_P = [result.num_right for result in results_P if result.knows_success]
+    if not right_P:
+        return None
+    return estimate_pass(right_P, len(results_P[0].episodes), k, how)
 
 
 def by_environment(ways: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
@@ -186,11 +184,6 @@ def by_environment(ways: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
     return found
 
 
-def knows_success(results_P: Sequence[ProblemResult]) -> bool:
-    """Return whether the environment of at least one result says what a success is."""
-    return any(result.knows_success for result in results_P)
-
-
 def compare(first_P: Sequence[ProblemResult], second_P: Sequence[ProblemResult], how: Intervals) -> Estimate | None:
     """Return the main figure of the first way minus that of the second, paired by problem.
 
@@ -198,7 +191,7 @@ def compare(first_P: Sequence[ProblemResult], second_P: Sequence[ProblemResult],
     """
     others = {result.number: result for result in second_P}
     pairs = [(result, others[result.number]) for result in first_P if result.number in others]
-    if not knows_success(first_P):
+    if not any(result.knows_success for result in first_P):
         return _compare_rewards(pairs, how)
     # A mixture may also have problems whose environments know no success.
     gains_P = [(one.num_right - other.num_right) / len(one.episodes) for one, other in pairs if one.knows_success]
@@ -208,18 +201,21 @@ def compare(first_P: Sequence[ProblemResult], second_P: Sequence[ProblemResult],
 
 
 def _compare_rewards(pairs: Sequence[tuple[ProblemResult, ProblemResult]], how: Intervals) -> Estimate | None:
-    rewards = [(one.valid_rewards, other.valid_rewards) for one, other in pairs]
-    known = [(one, other) for one, other in rewards if one and other]
-    if not known:
+    gains_P = []
+    every: list[float] = []
+    for pair in pairs:
+        one, other = (result.valid_rewards for result in pair)
+        if one and other:
+            gains_P.append(sum(one) / len(one) - sum(other) / len(other))
+            every += [*one, *other]
+    if not every:
         return None
-    gains_P = [sum(one) / len(one) - sum(other) / len(other) for one, other in known]
-    every = [reward for one, other in known for reward in (*one, *other)]
     # The bounds of the rewards may be unknown: no gain seen can be larger than their spread.
     reach = max(every) - min(every)
     return estimate_mean(gains_P, how, bounds=(-reach, reach))
 
 
-def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals, bounds: tuple[float, float]) -> Estimate | None:
+def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals) -> Estimate | None:
     """Return the mean over all valid episodes; None if there is none."""
     rewards_P = [result.valid_rewards for result in results_P]
     rewards = [reward for valid in rewards_P for reward in valid]
@@ -228,8 +224,8 @@ def _mean_reward(results_P: Sequence[ProblemResult], how: Intervals, bounds: tup
     # A problem whose episodes all broke has weight 0; its value does not matter.
     means_P = [sum(valid) / len(valid) if valid else 0.0 for valid in rewards_P]
     # A reward beyond its declared bounds moves them: the interval must hold what was seen.
-    low = min(bounds[0], *rewards)
-    high = max(bounds[1], *rewards)
+    low = min(how.reward_bounds[0], *rewards)
+    high = max(how.reward_bounds[1], *rewards)
     # Nothing is known of rewards that were not seen.
     if not math.isfinite(high - low):
         low = min(rewards) - UNKNOWN_REACH
@@ -242,48 +238,35 @@ def _ends(episodes: Sequence[EvaluatedEpisode]) -> dict[str, EndReasonStats]:
     of_reason: dict[str, list[EvaluatedEpisode]] = defaultdict(list)
     for episode in episodes:
         of_reason[episode.end_reason.value].append(episode)
-    return {
-        reason: EndReasonStats(
+    stats = {}
+    # The most frequent first; names decide among equals, so that two runs print alike.
+    for reason, ended in sorted(of_reason.items(), key=lambda item: (-len(item[1]), item[0])):
+        # None is not wrong: nobody says what right is.
+        known = [episode.is_right for episode in ended if episode.is_right is not None]
+        is_valid = ended[0].end_reason.is_valid
+        stats[reason] = EndReasonStats(
             num_episodes=len(ended),
             share=len(ended) / len(episodes),
-            accuracy=_share_right(ended),
-            mean_turns=sum(e.num_turns for e in ended) / len(ended),
-            mean_reward=sum(e.reward for e in ended) / len(ended) if ended[0].end_reason.is_valid else None,
+            accuracy=fmean(known) if known else None,
+            mean_turns=fmean(episode.num_turns for episode in ended),
+            mean_reward=fmean(episode.reward for episode in ended) if is_valid else None,
         )
-        # The most frequent first; names decide among equals, so that two runs print alike.
-        for reason, ended in sorted(of_reason.items(), key=lambda item: (-len(item[1]), item[0]))
-    }
+    return stats
 
 
-def _share_right(episodes: Sequence[EvaluatedEpisode]) -> float | None:
-    # None is not wrong: nobody says what right is.
-    known = [e.is_right for e in episodes if e.is_right is not None]
-    if not known:
-        return None
-    return sum(known) / len(known)
-
-
-def _by_tag(
-    results_P: Sequence[ProblemResult], how: Intervals, reward_bounds: tuple[float, float]
-) -> dict[str, dict[str, Estimate]]:
+def _by_tag(results_P: Sequence[ProblemResult], how: Intervals) -> dict[str, dict[str, Estimate]]:
     """Return the main figure for each value of each tag; a value whose episodes all broke may have none."""
-    tagged: dict[str, dict[str, list[ProblemResult]]] = defaultdict(lambda: defaultdict(list))
+    tagged: dict[tuple[str, str], list[ProblemResult]] = defaultdict(list)
     for result in results_P:
-        for tag, value in result.tags.items():
-            tagged[tag][value].append(result)
-
-    def estimate(results: Sequence[ProblemResult]) -> Estimate | None:
-        if not knows_success(results):
-            return _mean_reward(results, how, reward_bounds)
+        for pair in result.tags.items():
+            tagged[pair].append(result)
+    found: dict[str, dict[str, Estimate]] = {tag: {} for tag, _ in tagged}
+    # By size and not by text: level 10 comes after level 9.
+    for tag, value in sorted(tagged, key=lambda pair: _natural(pair[1])):
+        results = tagged[tag, value]
         # A tag may be shared by environments with and without a success.
-        right_P = [result.num_right for result in results if result.knows_success]
-        return estimate_share(right_P, len(results[0].episodes), how)
-
-    found: dict[str, dict[str, Estimate]] = {}
-    for tag, values in tagged.items():
-        # By size and not by text: level 10 comes after level 9.
-        estimates = {value: estimate(values[value]) for value in sorted(values, key=_natural)}
-        found[tag] = {value: known for value, known in estimates.items() if known is not None}
+        if estimate := _pass_at(1, results, how) or _mean_reward(results, how):
+            found[tag][value] = estimate
     return found
 
 

@@ -23,11 +23,15 @@ MAX_DRAWS = 4_000_000
 
 @dataclass(frozen=True)
 class Intervals:
-    """How to make intervals: the share that should contain the true value, and the bootstrap's resamples and seed."""
+    """How to make intervals: the share that should contain the true value, and the bootstrap's resamples and seed.
+
+    `reward_bounds` are the least and the greatest reward, infinite where they are unknown.
+    """
 
     confidence: float = 0.95
     resamples: int = 10_000
     seed: int = 0
+    reward_bounds: tuple[float, float] = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -80,17 +84,14 @@ def pass_at_k(num: int, num_right: int, k: int) -> float:
     return (ways - math.comb(num - num_right, k)) / ways
 
 
-def bootstrap(values_P: ArrayLike, how: Intervals, weights_P: ArrayLike | None = None) -> tuple[float, float]:
+def bootstrap(values_P: ArrayLike, how: Intervals, weights_P: ArrayLike = 1.0) -> tuple[float, float]:
     """Return the percentile interval of a mean, or weighted mean, over problems.
 
     Each resample draws all P problems with replacement; the interval lies between quantiles of the resamples' means
     (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3).
     """
     values = np.asarray(values_P, dtype=np.float64)
-    if weights_P is None:
-        weights = np.ones_like(values)
-    else:
-        weights = np.asarray(weights_P, dtype=np.float64)
+    weights = np.full_like(values, weights_P)
     # Seeded anew for each figure: one figure more must not change the others.
     rng = np.random.default_rng(how.seed)
     num = len(values)
@@ -116,7 +117,7 @@ def estimate_mean(
     values_P: Sequence[float],
     how: Intervals,
     bounds: tuple[float, float] = (0.0, 1.0),
-    weights_P: Sequence[float] | None = None,
+    weights_P: ArrayLike = 1.0,
 ) -> Estimate:
     """Return a mean over problems, weighted if weights are given, with its bootstrap interval.
 
@@ -124,34 +125,25 @@ def estimate_mean(
     is `v + u (low - v)` to `v + u (high - v)`: at most a share `u` of all problems has another value, within `bounds`,
     where `u` is the upper Wilson bound of 0 in P. For shares of 0 or 1, this is Wilson's interval over problems.
     """
-    if weights_P is None:
-        weights = [1.0] * len(values_P)
-    else:
-        weights = weights_P
+    values = np.asarray(values_P, dtype=np.float64)
+    weights = np.full_like(values, weights_P)
     # What has weight 0 adds nothing to any mean, whatever its value.
-    seen = [value for value, weight in zip(values_P, weights, strict=True) if weight > 0]
-    assert seen, f"a mean needs a value, got {len(values_P)} of weight 0"
+    seen = values[weights > 0].tolist()
+    assert seen, f"a mean needs a value, got {len(values)} of weight 0"
     if min(seen) == max(seen):
         value = seen[0]
         # The bound for something that was never seen in so many problems.
         most = wilson(0, len(seen), how.confidence)[1]
         low, high = (value + most * (bound - value) for bound in bounds)
         return Estimate(value, low, high, len(seen), "constant")
-    value = float(np.average(values_P, weights=weights))
-    return Estimate(value, *bootstrap(values_P, how, weights), len(seen), "bootstrap")
-
-
-def estimate_share(num_right_P: Sequence[int], num_samples: int, how: Intervals) -> Estimate:
-    """Return the mean over problems of the share of right samples: Wilson's interval for one sample, else bootstrap."""
-    num = len(num_right_P)
-    if num_samples == 1:
-        num_right = sum(num_right_P)
-        return Estimate(num_right / num, *wilson(num_right, num, how.confidence), num, "wilson")
-    return estimate_mean([right / num_samples for right in num_right_P], how)
+    value = float(np.average(values, weights=weights))
+    return Estimate(value, *bootstrap(values, how, weights), len(seen), "bootstrap")
 
 
 def estimate_pass(num_right_P: Sequence[int], num_samples: int, k: int, how: Intervals) -> Estimate:
-    """Return the mean over problems of `pass_at_k`."""
-    if k == 1:
-        return estimate_share(num_right_P, num_samples, how)
+    """Return the mean over problems of `pass_at_k`: Wilson's interval for one sample, else bootstrap."""
+    if num_samples == 1:
+        num_right = sum(num_right_P)
+        num = len(num_right_P)
+        return Estimate(num_right / num, *wilson(num_right, num, how.confidence), num, "wilson")
     return estimate_mean([pass_at_k(num_samples, right, k) for right in num_right_P], how)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from trainer.planning.memory import MetaNetworks, Parameters
 from trainer.preflight.checks.chat_template import check_conventions
 from trainer.preflight.checks.free_memory import FreeMemory
 from trainer.preflight.checks.memory import check_memory, on_gpu
-from trainer.preflight.checks.storage import DiskNeed, check_folder
+from trainer.preflight.checks.storage import check_folder, disk_need
 from trainer.preflight.checks.versions import check_versions, read_versions
 from trainer.setup.backend import check_backend
 from trainer.setup.model_source import resolve_model, template_options
 
 
+@dataclass
 class ConfigChecks:
     """Checks a configuration, with what is known of its model without weights.
 
@@ -30,8 +32,7 @@ class ConfigChecks:
         ConfigChecks(config).memory()     # Verdict("ok", "the learner and the engine may take 2.4 GiB, ...")
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    config: RunConfig
 
     @cached_property
     def model_path(self) -> Path | str:
@@ -74,8 +75,7 @@ class ConfigChecks:
         """Check the permissions and the free space for what a run writes."""
         config = self.config
         num_trained = Parameters.of(self.networks.trained(config.learner)).trained
-        need = DiskNeed.of(config, self.networks.num_parameters, num_trained, config.uses_servers)
-        return check_folder(config.log.out, need)
+        return check_folder(config.log.out, disk_need(config, self.networks.num_parameters, num_trained))
 
     def memory(self) -> Verdict:
         """Compare the memory that learner and engine need with what is free."""

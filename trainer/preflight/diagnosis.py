@@ -58,8 +58,11 @@ def _check_all(config: DoctorConfig, run: CheckRun, loop: asyncio.Runner) -> str
     run.run("run folder", checks.run_folder)
     if not run.run("memory", checks.memory):
         return "not loaded: it would not fit into memory"
-    if not run.run("chat template", checks.chat_template) and not _has_renderer(checks):
-        return "not loaded: the template cannot be used"
+    if not run.run("chat template", checks.chat_template):
+        try:
+            checks.renderer  # noqa: B018 - a template that departs from its family's conventions can still be used
+        except UserError:
+            return "not loaded: the template cannot be used"
     if not run.wants(*PREPARED_CHECKS, *ENGINE_CHECKS):
         return ""
     with scratch_folder(config.log.out) as folder, contextlib.ExitStack() as cleanup:
@@ -95,13 +98,6 @@ def _check_engine(engine: EngineChecks, run: CheckRun) -> str:
     run.run("agreement", engine.agreement, is_needed=run.wants("caches after new weights"))
     run.run("caches after new weights", engine.caches)
     return ""
-
-
-def _has_renderer(checks: ConfigChecks) -> bool:
-    """Return whether the checkpoint's chat template can be used at all."""
-    with contextlib.suppress(UserError):
-        return checks.renderer is not None
-    return False
 
 
 def trial(config: RunConfig, folder: Path, hidden_size: int) -> RunConfig:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from agents.cli.text import counted
 from envs.checks import Finding
 from envs.config.settings import Section
 from trainer.config.run import RunConfig
@@ -62,7 +63,8 @@ def summary_line(findings: Sequence[Finding], seconds: float) -> str:
     'doctor: 1 check sound, 1 fault, 0.2 s'
     """
     count = Counter(finding.status for finding in findings)
-    parts = [f"{count['ok']} check{'s' * (count['ok'] != 1)} sound"]
-    parts += [f"{count[word]} {word}{'s' * (count[word] != 1)}" for word in ("warning", "fault") if count[word]]
-    parts += [f"{count['skipped']} skipped"] if count["skipped"] else []
+    parts = [f"{counted(count['ok'], 'check')} sound"]
+    parts += [counted(count[word], word) for word in ("warning", "fault") if count[word]]
+    if count["skipped"]:
+        parts.append(f"{count['skipped']} skipped")
     return f"doctor: {', '.join(parts)}, {seconds:.1f} s"

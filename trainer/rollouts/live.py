@@ -34,6 +34,7 @@ from envs.tool_calls import detect_format
 from envs.types import Message, SampleSource, content_parts, message_images
 from trainer.checkpoint.run_dir import ENVIRONMENT, EPISODES
 from trainer.config.run import RunConfig
+from trainer.evaluation.curve import title
 from trainer.evaluation.episodes import EvaluationOptions, ProblemPlayer, Way, ways
 from trainer.evaluation.results import Evaluation
 from trainer.metrics.console import Display
@@ -283,7 +284,7 @@ class LiveRollouts:
             value = f"{estimate.value:.3f}"
         else:
             value = "no valid episode"
-        logger.info(f"{name}: {'' if found.accuracy else 'mean reward '}{value} {way.title}")
+        logger.info(f"{name}: {'' if found.accuracy else 'mean reward '}{value} {title(way.name)}")
         doubt = player.doubt(found)
         if doubt and not self._has_doubted:
             logger.warning(doubt)

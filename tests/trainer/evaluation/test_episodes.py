@@ -119,7 +119,7 @@ def test_problems_are_read_when_their_turn_comes(renderer: Renderer) -> None:
     samples = Read(problems(5))
     ended: list[int] = []
     play = play_of(renderer, lambda *_: r"\boxed{5}", samples, EvaluationOptions(max_concurrent=2))
-    play._on_episode = lambda t: ended.append(len(samples.reads))
+    play.on_episode = lambda t: ended.append(len(samples.reads))
     asyncio.run(play.run())
     assert samples.reads == [0, 1, 2, 3, 4] and len(play.results) == 5
     assert ended[0] <= 2 and ended[2] <= 4

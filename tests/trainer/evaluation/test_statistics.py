@@ -15,7 +15,6 @@ from trainer.evaluation.statistics import (
     bootstrap,
     estimate_mean,
     estimate_pass,
-    estimate_share,
     pass_at_k,
     wilson,
 )
@@ -67,7 +66,7 @@ def test_the_bootstrap_draws_whole_problems() -> None:
     low, high = bootstrap(shares, Intervals())
     spread = 1.96 * math.sqrt(0.3 * 0.7 / 100)
     assert (low, high) == pytest.approx((0.3 - spread, 0.3 + spread), abs=0.015)
-    assert estimate_share([4] * 30 + [0] * 70, 4, Intervals()).low == pytest.approx(low)
+    assert estimate_pass([4] * 30 + [0] * 70, 4, 1, Intervals()).low == pytest.approx(low)
 
 
 def test_the_bootstrap_repeats_and_its_seed_matters() -> None:
@@ -88,15 +87,15 @@ def test_the_bootstrap_covers_the_truth_about_as_often_as_it_says() -> None:
     rng, num_held = np.random.default_rng(0), 0
     for _ in range(300):
         chances = rng.beta(0.5, 1.5, 80)  # mean 0.25
-        estimate = estimate_share(rng.binomial(4, chances).tolist(), 4, Intervals(resamples=400))
+        estimate = estimate_pass(rng.binomial(4, chances).tolist(), 4, 1, Intervals(resamples=400))
         num_held += estimate.low <= 0.25 <= estimate.high
     assert 0.91 <= num_held / 300 <= 0.98
 
 
 def test_a_figure_that_is_the_same_in_every_problem_is_not_certain() -> None:
-    none = estimate_share([0] * 20, 4, QUICK)
+    none = estimate_pass([0] * 20, 4, 1, QUICK)
     assert (none.value, none.low, none.high, none.method) == (0.0, 0.0, wilson(0, 20)[1], "constant")
-    every = estimate_share([4] * 20, 4, QUICK)
+    every = estimate_pass([4] * 20, 4, 1, QUICK)
     assert (every.low, every.high) == pytest.approx(wilson(20, 20))
     equal = estimate_mean([0.0] * 20, QUICK, bounds=(-1.0, 1.0))
     assert (equal.low, equal.high) == pytest.approx((-none.high, none.high))
@@ -114,11 +113,11 @@ def test_resamples_without_any_weight_are_left_out() -> None:
 
 
 def test_a_share_of_single_samples_has_wilsons_interval() -> None:
-    estimate = estimate_share([1] * 96 + [0] * 160, 1, QUICK)
+    estimate = estimate_pass([1] * 96 + [0] * 160, 1, 1, QUICK)
     assert (estimate.method, str(estimate)) == ("wilson", "0.375 [0.318, 0.436]")
 
 
 def test_pass_at_1_is_accuracy() -> None:
     counts = [0, 1, 2, 4, 4]
-    assert estimate_pass(counts, 4, 1, QUICK) == estimate_share(counts, 4, QUICK)
+    assert estimate_pass(counts, 4, 1, QUICK) == estimate_mean([count / 4 for count in counts], QUICK)
     assert estimate_pass(counts, 4, 4, QUICK).value == 0.8

@@ -56,7 +56,7 @@ from trainer.preflight.checks.gold_answers import AnswerRewards, check_answers
 from trainer.preflight.checks.image_processing import check_patches, noise_image, read_settings
 from trainer.preflight.checks.memory import check_memory, memory_need
 from trainer.preflight.checks.prompt_lengths import check_lengths
-from trainer.preflight.checks.storage import DiskNeed, check_folder
+from trainer.preflight.checks.storage import check_folder, disk_need
 from trainer.preflight.checks.versions import RANGES, Versions, check_versions
 from trainer.preflight.checks.weights import check_same, rows_of
 from trainer.preflight.diagnosis import diagnose
@@ -327,12 +327,13 @@ def test_a_control_group_limits_what_is_free(tmp_path: Path) -> None:
 
 
 def test_disk_is_counted_from_parameters_and_held_against_what_is_free(tmp_path: Path) -> None:
-    need = DiskNeed.of(RunConfig(), num_parameters=1000, num_trained=900, uses_servers=True)
-    assert (need.checkpoints, need.model, need.sync) == (12 * 900 * 3, 2000, 8000)  # two kept, and one being written
-    assert need.recordings == 24 * 50 * 64 * (1024 + 256)
+    need = disk_need(RunConfig(), num_parameters=1000, num_trained=900)
+    assert need == {"checkpoints": 12 * 900 * 3, "the model": 2000, "recordings": 24 * 50 * 64 * (1024 + 256)}
+    served = RunConfig(engine=EngineConfig(engine="sglang"))
+    assert disk_need(served, num_parameters=1000, num_trained=900)["weights for servers"] == 8000
     assert check_folder(tmp_path / "not" / "there", need).status == "ok" and not (tmp_path / "not").exists()
-    assert check_folder(tmp_path, replace(need, checkpoints=2**60)).status == "fault"
-    assert check_folder(tmp_path, replace(need, recordings=2**60)).status == "warning"
+    assert check_folder(tmp_path, {**need, "checkpoints": 2**60}).status == "fault"
+    assert check_folder(tmp_path, {**need, "recordings": 2**60}).status == "warning"
     assert check_folder(Path("/proc/nothing"), need).status == "fault"
 
 

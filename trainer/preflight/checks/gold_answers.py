@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from envs.checking.answers import answer_scripts
-from envs.checking.episodes import PlayedEpisode, Script, checked_prompt, play_episode
+from envs.checking.episodes import PlayedEpisode, Script, play_episode
 from envs.checks import Verdict, fault, ok, skipped, warning
 from envs.spec import EnvLimits
 from envs.success import Success
@@ -57,9 +57,7 @@ async def _grade(
     limits = EnvLimits.of(part)
 
     async def played(script: Script) -> PlayedEpisode:
-        prompt = checked_prompt(sample)
-        build = lambda: context.build_env(sample, args)  # noqa: E731
-        return await play_episode(build, sample, prompt, script, limits, args.max_turns)
+        return await play_episode(lambda: context.build_env(sample, args), sample, script, limits, args.max_turns)
 
     # An environment may know its own solution only after `reset`.
     survey = await played(Script("survey", "no turn at all"))

@@ -55,10 +55,7 @@ def check_memory(config: RunConfig, networks: MetaNetworks, free: FreeMemory) ->
     if on_gpu(config):
         return _check_gpus(config, need, free)
     ranks = max(1, config.cluster.num_learners)
-    if ranks > 1:
-        what = f"{ranks} learners"
-    else:
-        what = "the learner"
+    what = f"{ranks} learners" if ranks > 1 else "the learner"
     if need.engine:
         what += " and the engine"
     most = ranks * need.learner + need.engine + need.cache
@@ -165,11 +162,15 @@ def _check_gpus(config: RunConfig, need: MemoryNeed, free: FreeMemory) -> Verdic
     if config.uses_servers and config.starts_servers:
         num_servers = shared_gpus(config.engine, learners, here)
     rooms = []
+    beside_servers = []
     for gpu in learners:
-        free_bytes, total_bytes = free.gpus[gpu]
+        room, total = free.gpus[gpu]
         # Each server also has a CUDA context, which is not part of its share.
-        taken = num_servers[gpu] * PROCESS_BYTES + (num_servers[gpu] > 0) * int(share * total_bytes)
-        rooms.append(free_bytes - taken)
+        left = room - int(share * total)
+        beside_servers.append(left - PROCESS_BYTES)
+        if num_servers[gpu]:
+            room = left - num_servers[gpu] * PROCESS_BYTES
+        rooms.append(room)
     most = need.learner
     least = need.least
     # An embedded engine has a GPU of its own where there is one more than learners.
@@ -181,11 +182,10 @@ def _check_gpus(config: RunConfig, need: MemoryNeed, free: FreeMemory) -> Verdic
         found += f" beside servers that take {share:g} of it"
     verdicts = [_judge(most, least, min(rooms), found)]
     if config.engine.placement == "colocate":  # servers free their memory while the learner trains
-        room = min(free_bytes - int(share * total) for free_bytes, total in free.gpus[: len(learners)]) - PROCESS_BYTES
-        found = f"the learner keeps {_gib(need.resident)} while servers write, which leave it {_gib(max(0, room))}"
-        verdicts.append(
-            _judge(need.resident, need.resident, room, found, "lower --mem-fraction, or give --offload all")
-        )
+        kept = need.resident
+        room = min(beside_servers)
+        found = f"the learner keeps {_gib(kept)} while servers write, which leave it {_gib(max(0, room))}"
+        verdicts.append(_judge(kept, kept, room, found, "lower --mem-fraction, or give --offload all"))
     if need.offloaded:
         found = f"{_gib(need.offloaded)} are offloaded to this host's memory, {_gib(free.host)} are free"
         verdicts.append(_judge(need.offloaded, need.offloaded, free.host, found, "give --offload none, or --lora-rank"))

@@ -17,7 +17,7 @@ MAX_VALUES = 2**22
 NUM_BLOCKS = 8
 _PREFIX = "backbone."
 
-#: rows(name, start, end) returns rows of a tensor, or None if there is no such tensor.
+#: rows(name, start, end) returns rows of a tensor, of a scalar its value in a row, or None if there is no such tensor.
 Rows = Callable[[str, int, int], Tensor | None]
 
 
@@ -29,7 +29,7 @@ def rows_of_checkpoint(path: str | Path, network: PolicyModel) -> Rows:
         if name not in tensors and name.endswith("embed_tokens.weight"):
             name = "lm_head.weight"  # a tied output layer may be saved in place of the embedding
         if name in tensors:
-            return network.as_in_memory(name, tensors.rows(name, start, end))
+            return torch.atleast_1d(network.as_in_memory(name, tensors.rows(name, start, end)))
         return None
 
     return rows
@@ -37,13 +37,12 @@ def rows_of_checkpoint(path: str | Path, network: PolicyModel) -> Rows:
 
 def rows_of(tensors: Mapping[str, Tensor]) -> Rows:
     """Return the function that gives rows of tensors in memory."""
-    known = {_short(name): tensor for name, tensor in tensors.items()}
+    known = {name.removeprefix(_PREFIX): torch.atleast_1d(tensor) for name, tensor in tensors.items()}
 
     def rows(name: str, start: int, end: int) -> Tensor | None:
-        tensor = known.get(name)
-        if tensor is None or not tensor.dim():
-            return tensor
-        return tensor[start:end]
+        if name in known:
+            return known[name][start:end]
+        return None
 
     return rows
 
@@ -58,13 +57,15 @@ def check_same(own: Mapping[str, Tensor], other: Rows, own_name: str, other_name
     wrong: list[str] = []
     values = 0
     compared = 0
-    for name, tensor in own.items():
+    for full_name, whole in own.items():
+        name = full_name.removeprefix(_PREFIX)
+        tensor = torch.atleast_1d(whole.detach())
         values += tensor.numel()
         for start, end in _blocks(tensor):
-            mine = (tensor.detach()[start:end] if tensor.dim() else tensor.detach()).cpu()
-            theirs = other(_short(name), start, end)
+            mine = tensor[start:end].cpu()
+            theirs = other(name, start, end)
             if theirs is None or theirs.shape != mine.shape:
-                wrong.append(f"{_short(name)} is not in {other_name} in this shape")
+                wrong.append(f"{name} is not in {other_name} in this shape")
                 break
             compared += mine.numel()
             # An engine in bfloat16 holds the rounded values of a learner in float32.
@@ -72,7 +73,7 @@ def check_same(own: Mapping[str, Tensor], other: Rows, own_name: str, other_name
             if not torch.equal(mine, theirs):
                 place = int((mine != theirs).flatten().nonzero()[0])
                 got = float(mine.flatten()[place])
-                wrong.append(f"{_short(name)} has {got:.4g}, not {float(theirs.flatten()[place]):.4g}")
+                wrong.append(f"{name} has {got:.4g}, not {float(theirs.flatten()[place]):.4g}")
                 break
     if wrong:
         count = f"{len(wrong)} of {len(own)} parameters"
@@ -85,7 +86,7 @@ def check_same(own: Mapping[str, Tensor], other: Rows, own_name: str, other_name
 def _blocks(tensor: Tensor) -> Iterator[tuple[int, int]]:
     """Yield the rows to compare as (start, end): all rows or, of a large tensor, evenly spread blocks of them."""
     if tensor.numel() <= MAX_VALUES:
-        yield 0, tensor.shape[0] if tensor.dim() else 1
+        yield 0, len(tensor)
         return
     count = len(tensor)
     size = max(1, MAX_VALUES // NUM_BLOCKS * count // tensor.numel())
@@ -93,7 +94,3 @@ def _blocks(tensor: Tensor) -> Iterator[tuple[int, int]]:
         # The last block ends with the last row: padded vocabularies differ there.
         start = max(0, number * (count - size) // (NUM_BLOCKS - 1))
         yield start, start + size
-
-
-def _short(name: str) -> str:
-    return name.removeprefix(_PREFIX)
