@@ -45,6 +45,26 @@ def install(site: Path, packages: Sequence[str]) -> None:
     subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True)
 
 
+def run_beside(folders: Sequence[Path], packages: Sequence[str], module: str, arguments: Sequence[str]) -> str:
+    """Run a module in a process that finds another trainer's packages in folders.
+
+    The packages are put into the first of them if it is not there.
+
+    Returns:
+        Why it failed, in a line; empty if it did not.
+    """
+    site = folders[0]
+    if packages and not site.exists():
+        try:
+            install(site, packages)
+        except subprocess.CalledProcessError as error:
+            return error.stderr.strip().splitlines()[-1]
+    path = os.pathsep.join(str(folder) for folder in (site, ROOT, *folders[1:]))
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
+    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+
+
 def write_result(path: Path, command: str, figures: Mapping[str, Any], at: str, packages: Sequence[str] = ()) -> None:
     """Write figures with command, commit (`at`, as it was when they were taken), hardware and versions."""
     result = {
