@@ -62,7 +62,9 @@ def run_beside(folders: Sequence[Path], packages: Sequence[str], module: str, ar
     path = os.pathsep.join(str(folder) for folder in (site, ROOT, *folders[1:]))
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
-    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+    if done.returncode == 0:
+        return ""
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
 def write_result(path: Path, command: str, figures: Mapping[str, Any], at: str, packages: Sequence[str] = ()) -> None:
