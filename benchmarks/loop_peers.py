@@ -1,10 +1,10 @@
 """What a turn costs in the loops of other trainers, beside ours: `python -m benchmarks.loop_peers`.
 
-The task is that of `benchmarks.agent_loop`: three turns, two of them with a call of a tool, and an engine that knows
-its turns beforehand and answers at once. Each trainer builds the whole token stream of every episode by its own code,
-in a process of its own, with its packages in a folder of `--sites` (pip, versions pinned here). What is timed is from
-the prompt's messages to the finished streams; before that, one batch is played whose streams must hold all three turns
-and both replies.
+The task is that of `benchmarks.agent_loop`: eight episodes a problem, three turns, two of them with a call of a tool,
+and an engine that knows its turns beforehand and answers at once. Each trainer builds the whole token stream of every
+episode by its own code, in a process of its own, with its packages in a folder of `--sites` (pip, versions pinned
+here). What is timed is from the prompt's messages to the finished streams; before that, one batch is played whose
+streams must hold all three turns and both replies.
 
 Peers call the tool inline, which costs them least. Ours is timed that way and, as by default, with tools on threads.
 What is left out favours peers: TRL's rewards, verl's padding and rewards. Prints a table and writes
@@ -21,21 +21,18 @@ from typing import Any
 
 from agents.model import STARTER_PATH
 from agents.rollout.garbage_collection import tune_garbage_collection
-from benchmarks.agent_loop import TEXTS, make_samples, measure
+from benchmarks.agent_loop import GROUP_SIZE, TEXTS, make_samples, measure
 from benchmarks.exactness import NEEDS as STREAM_NEEDS
 from benchmarks.loop_players import PEERS, load_tokenizer
 from benchmarks.report import RESULTS, commit, markdown, run_beside, write_result
 
 AT_ONCE = (1, 64)
-#: The newest verifiers whose environments play in the caller's process: since 0.3 each episode starts a program.
-VERIFIERS = "verifiers==0.2.1"
-#: The newest SkyRL for Python 3.11.
-SKYRL = "skyrl==0.3.0"
 #: What each trainer needs beside our own packages.
 NEEDS: Mapping[str, Sequence[str]] = {
     "TrueTurn": (),
     "TrueTurn, tools on threads": (),
-    "SkyRL": (SKYRL, "skyrl-gym==0.4.0", "loguru==0.7.3", "omegaconf==2.4.0"),
+    # 0.4 wants Python 3.12.
+    "SkyRL": ("skyrl==0.3.0", "skyrl-gym==0.4.0", "loguru==0.7.3", "omegaconf==2.4.0"),
     "TRL": STREAM_NEEDS["TRL"],
     "verl": (
         *STREAM_NEEDS["verl"],
@@ -48,8 +45,9 @@ NEEDS: Mapping[str, Sequence[str]] = {
         "codetiming==1.4.0",
         "fastapi==0.165.0",
     ),
+    # 0.4 starts a program for each episode.
     "verifiers": (
-        VERIFIERS,
+        "verifiers==0.3.1",
         "renderers==0.1.10",
         *STREAM_NEEDS["renderers"][1:],
         "anthropic==2.14.0",
@@ -67,7 +65,7 @@ def time_peer(name: str, model: str, num_episodes: int, repeats: int) -> list[di
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     turns = [[*tokenizer.encode(text, add_special_tokens=False), stop] for text in TEXTS]
     play = PEERS[name](model, turns)
-    samples = make_samples(num_episodes)
+    samples = [sample for sample in make_samples(num_episodes // GROUP_SIZE) for _ in range(GROUP_SIZE)]
     streams = play(samples[: AT_ONCE[-1]])
     for ids in streams:
         text = tokenizer.decode(ids)

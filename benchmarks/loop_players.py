@@ -1,7 +1,8 @@
 """How each trainer of `benchmarks.loop_peers` plays episodes: its own loop, with an engine that answers at once.
 
 A function takes a model folder, for its tokenizer, and the ids of the model's turns; it returns a function that plays
-an episode of each sample, all at once, and returns their token streams. The packages of only one trainer are there.
+an episode of each sample, all at once, and returns their token streams. Eight samples in a row are one problem's, or
+there is one. The packages of only one trainer are there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
-from benchmarks.agent_loop import ARGS, TEXTS, ScoreEnv, build_episode, make_samples
+from benchmarks.agent_loop import ARGS, GROUP_SIZE, TEXTS, ScoreEnv, build_episode, make_samples
 from benchmarks.exactness_peers import bare
 from envs.types import Sample
 
@@ -66,7 +67,8 @@ def trueturn(model: str, turns: Turns, isolation: str = "inline") -> Play:
     runner = asyncio.Runner()
 
     def play(samples: Sequence[Sample]) -> list[list[int]]:
-        groups = runner.run(rollout_groups(episode, samples, ScoreEnv, ARGS, 1, seed=0, max_concurrent=len(samples)))
+        group_size = min(GROUP_SIZE, len(samples))
+        groups = runner.run(rollout_groups(episode, samples[::group_size], ScoreEnv, ARGS, group_size, seed=0))
         return [each.ids_T.tolist() for group in groups for each in group.trajectories]
 
     return play
@@ -239,7 +241,7 @@ def verifiers(model: str, turns: Turns) -> Play:
     """Play with `ToolEnv` and the client that renders tokens, as prime-rl trains; the server answers at once."""
     folder = next(Path(path) / "verifiers" for path in sys.path if (Path(path) / "verifiers").is_dir())
     # Its own __init__ imports sandboxes.
-    bare("verifiers.envs", folder / "envs")
+    bare("verifiers.legacy.envs", folder / "legacy" / "envs")
     # Theirs is openai-agents; only the schema of a tool is taken from it.
     tool = schema()["function"]
     found = SimpleNamespace(
@@ -248,9 +250,9 @@ def verifiers(model: str, turns: Turns) -> Play:
     bare("agents.function_schema", function_schema=lambda function: found)
     from datasets import Dataset
     from renderers.qwen3_vl import Qwen3VLRenderer
-    from verifiers import Rubric
-    from verifiers.clients.renderer_client import RendererClient
-    from verifiers.envs.tool_env import ToolEnv
+    from verifiers.legacy.clients.renderer_client import RendererClient
+    from verifiers.legacy.envs.tool_env import ToolEnv
+    from verifiers.legacy.rubrics.rubric import Rubric
 
     class Server:
         base_url = "http://localhost/v1"
