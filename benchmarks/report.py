@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,10 @@ def run_beside(folders: Sequence[Path], packages: Sequence[str], module: str, ar
         Why it failed, in a line; empty if it did not.
     """
     site = folders[0]
-    if packages and not site.exists():
+    held = {f"{each.name}=={each.version}".replace("_", "-") for each in distributions(path=[str(site)])}
+    if not held.issuperset(packages):
+        if site.exists():
+            return f"{site} has other versions of its packages; remove it"
         try:
             install(site, packages)
         except subprocess.CalledProcessError as error:

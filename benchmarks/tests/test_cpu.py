@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import cpu
+from benchmarks.report import run_beside
 
 SMALL: dict[str, Any] = {
     "laptop_step": {"results": {"one turn": {"TrueTurn": {"seconds": [9, 1, 2]}, "TRL": {"seconds": [5, 3, 4]}}}},
@@ -63,3 +64,10 @@ def test_a_part_runs_in_its_own_process_and_one_that_fails_says_why(
         "| `graders`",
     ]
     assert "\n".join(written["table"]) in capsys.readouterr().out
+
+
+def test_packages_of_other_versions_are_not_taken_for_those_that_are_pinned(tmp_path: Path) -> None:
+    (tmp_path / "old-1.0.dist-info").mkdir()
+    (tmp_path / "old-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: old\nVersion: 1.0\n")
+    assert run_beside([tmp_path], ("old==1.0",), "platform", []) == ""
+    assert "remove it" in run_beside([tmp_path], ("old==1.1",), "platform", [])
