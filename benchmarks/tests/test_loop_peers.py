@@ -13,7 +13,7 @@ from benchmarks.loop_players import PEERS
 def test_ours_plays_the_task_and_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     # It would hold for the tests that follow.
     monkeypatch.setattr(loop_peers, "tune_garbage_collection", lambda: None)
-    rows = time_peer("TrueTurn", str(STARTER_PATH), num_episodes=64, repeats=1)
+    rows = time_peer("TrueTurn", str(STARTER_PATH), num_episodes=64)
     assert [row["at_once"] for row in rows] == [1, 64]
     assert all(row["cpu_us_per_turn"] > 0 and row["tokens"] == 223 for row in rows)
 
