@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     at = commit()
+    args.results.mkdir(parents=True, exist_ok=True)
     path = args.results / "cpu.json"
     parts = json.loads(path.read_text())["parts"] if path.exists() else {}
     for name in args.parts:

@@ -62,9 +62,9 @@ def run_beside(folders: Sequence[Path], packages: Sequence[str], module: str, ar
             install(site, packages)
         except subprocess.CalledProcessError as error:
             return error.stderr.strip().splitlines()[-1]
-    path = os.pathsep.join(str(folder) for folder in (site, ROOT, *folders[1:]))
+    path = os.pathsep.join(str(folder.absolute()) for folder in (site, ROOT, *folders[1:]))
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     if done.returncode == 0:
         return ""
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
