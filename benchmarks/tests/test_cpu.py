@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import cpu
-from benchmarks.report import run_beside
+from benchmarks.report import RESULTS, run_beside
+from tests.paths import ROOT
 
 SMALL: dict[str, Any] = {
     "laptop_step": {"results": {"one turn": {"TrueTurn": {"seconds": [9, 1, 2]}, "TRL": {"seconds": [5, 3, 4]}}}},
@@ -71,3 +72,8 @@ def test_packages_of_other_versions_are_not_taken_for_those_that_are_pinned(tmp_
     (tmp_path / "old-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: old\nVersion: 1.0\n")
     assert run_beside([tmp_path], ("old==1.0",), "platform", []) == ""
     assert "remove it" in run_beside([tmp_path], ("old==1.1",), "platform", [])
+
+
+def test_the_page_shows_the_figures_of_the_last_run() -> None:
+    parts = json.loads((RESULTS / "cpu.json").read_text())["parts"]
+    assert cpu.table(parts, RESULTS) in (ROOT / "docs" / "results-cpu.md").read_text(encoding="utf-8")
