@@ -12,14 +12,16 @@ import argparse
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from agents.engines.scripted import ScriptedEngine
+from agents.model import STARTER_PATH
 from agents.rendering.renderer import Renderer
 from agents.rollout.episode import Episode, Limits
 from agents.rollout.garbage_collection import tune_garbage_collection
 from agents.rollout.manager import rollout_groups
 from agents.types import EndReason, GenerateRequest, SamplingParams
-from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
+from benchmarks.report import RESULTS, commit, markdown, write_result
 from envs.env import EnvArgs
 from envs.spec import EnvLimits
 from envs.tool_env import ToolEnv
@@ -162,10 +164,10 @@ def measure_all(renderer: Renderer, num_episodes: int, repeats: int) -> list[tup
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    weights = ROOT / "trainer" / "starter" / "weights"
-    parser.add_argument("--model", default=str(weights), help="folder with a tokenizer")
+    parser.add_argument("--model", default=str(STARTER_PATH), help="folder with a tokenizer")
     parser.add_argument("--episodes", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS / "agent_loop.json")
     args = parser.parse_args()
     at = commit()
     renderer = Renderer.from_checkpoint(args.model)
@@ -183,7 +185,7 @@ def main() -> None:
     print(f"tokens: {tokens}")
     command = f"python -m benchmarks.agent_loop --episodes {args.episodes} --repeats {args.repeats}"
     result = {"group_size": GROUP_SIZE, "turns": len(TEXTS), "tokens": tokens, "figures": figures}
-    write_result(RESULTS / "agent_loop.json", command, result, at, ("transformers", "tokenizers", "numpy"))
+    write_result(args.out, command, result, at, ("transformers", "tokenizers", "numpy"))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.report import RESULTS, commit, markdown, write_result
@@ -156,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--episodes", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS / "env_throughput.json")
     args = parser.parse_args()
     at, rows, figures = commit(), [], []
     for env_id in POLICIES:
@@ -169,7 +171,7 @@ def main() -> None:
     columns = ("environment", "where", "at once", "episodes/s", "wall µs/turn", "CPU µs/turn", "wall, of bare loop")
     print(markdown(columns, rows))
     command = f"python -m benchmarks.env_throughput --episodes {args.episodes} --repeats {args.repeats}"
-    write_result(RESULTS / "env_throughput.json", command, {"figures": figures}, at)
+    write_result(args.out, command, {"figures": figures}, at)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
@@ -30,14 +27,14 @@ from typing import Any
 from PIL import Image
 
 from benchmarks.exactness_peers import load_processor
-from benchmarks.report import RESULTS, ROOT, commit, install, markdown, write_result
+from benchmarks.report import RESULTS, commit, markdown, run_beside, write_result
 
 #: What each trainer needs beside our own packages.
 NEEDS: Mapping[str, Sequence[str]] = {
     "TrueTurn": (),
     "slime": ("qwen-vl-utils==0.0.14",),
     "slime, mended": ("qwen-vl-utils==0.0.14",),
-    "TRL": ("trl==1.16.0", "datasets", "dill", "multiprocess", "xxhash", "pyarrow"),
+    "TRL": ("trl==1.16.0",),
     "verl": ("verl==0.9.1",),
     "renderers": (
         "renderers==0.1.12",
@@ -207,20 +204,9 @@ def _split(ids: Sequence[int], mask: Sequence[int]) -> tuple[list[list[int]], li
 
 def build(name: str, conversations: Path, out: Path, args: argparse.Namespace) -> str:
     """Let a trainer build the streams in a process of its own; return why it could not, if so."""
-    site = args.sites / name
-    if NEEDS[name] and not site.exists():
-        try:
-            install(site, NEEDS[name])
-        except subprocess.CalledProcessError as error:
-            return error.stderr.strip().splitlines()[-1]
-    command = [sys.executable, "-m", "benchmarks.exactness_peers", name, str(conversations), str(out), str(args.model)]
-    paths = [str(site), str(ROOT), *([str(args.slime)] if name.startswith("slime") else [])]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    )
-    if done.returncode:
-        return done.stderr.strip().splitlines()[-1]
-    return ""
+    arguments = [name, str(conversations), str(out), str(args.model)]
+    checkout = [args.slime] if name.startswith("slime") else []
+    return run_beside([args.sites / name, *checkout], NEEDS[name], "benchmarks.exactness_peers", arguments)
 
 
 def main() -> None:

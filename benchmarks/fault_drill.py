@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
+from agents.model import STARTER_PATH
 from agents.rendering.renderer import Renderer
-from benchmarks.report import RESULTS, ROOT, commit, markdown, write_result
+from benchmarks.report import RESULTS, commit, markdown, write_result
 from tests.agents.rollout.fault_drill import (
     ENDS,
     GROUP_SIZE,
@@ -26,9 +27,7 @@ from tests.agents.rollout.fault_drill import (
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--model", default=str(ROOT / "trainer" / "starter" / "weights"), help="folder with a tokenizer"
-    )
+    parser.add_argument("--model", default=str(STARTER_PATH), help="folder with a tokenizer")
     args = parser.parse_args()
     at = commit()
     groups, seconds = drill(Renderer.from_checkpoint(args.model))

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,31 @@ def install(site: Path, packages: Sequence[str]) -> None:
     """
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), *packages]
     subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True)
+
+
+def run_beside(folders: Sequence[Path], packages: Sequence[str], module: str, arguments: Sequence[str]) -> str:
+    """Run a module in a process that finds another trainer's packages in folders.
+
+    The packages are put into the first of them if it is not there.
+
+    Returns:
+        Why it failed, in a line; empty if it did not.
+    """
+    site = folders[0]
+    held = {f"{each.name}=={each.version}".replace("_", "-") for each in distributions(path=[str(site)])}
+    if not held.issuperset(packages):
+        if site.exists():
+            return f"{site} has other versions of its packages; remove it"
+        try:
+            install(site, packages)
+        except subprocess.CalledProcessError as error:
+            return error.stderr.strip().splitlines()[-1]
+    path = os.pathsep.join(str(folder.absolute()) for folder in (site, ROOT, *folders[1:]))
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    if done.returncode == 0:
+        return ""
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
 def write_result(path: Path, command: str, figures: Mapping[str, Any], at: str, packages: Sequence[str] = ()) -> None:
