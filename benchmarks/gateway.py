@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -69,13 +70,10 @@ def completion(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 async def by_threads(base_url: str, keys: list[str], at_once: int) -> None:
     """Let an agent converse under each key, each on a thread, as those of an entry that are functions do."""
-    allowed = asyncio.Semaphore(at_once)
-
-    async def play(number: int, key: str) -> None:
-        async with allowed:
-            await asyncio.to_thread(converse, base_url, key, number)
-
-    await asyncio.gather(*(play(number, key) for number, key in enumerate(keys)))
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(at_once) as threads:
+        agents = [loop.run_in_executor(threads, converse, base_url, key, number) for number, key in enumerate(keys)]
+        await asyncio.gather(*agents)
 
 
 async def bare_server() -> Player:
