@@ -42,7 +42,7 @@ from trainer.export import run as export
 from trainer.learner.build import build_learner
 from trainer.learner.fsdp_learner import FSDPLearner
 from trainer.preflight.checks.memory import memory_need
-from trainer.preflight.checks.storage import DiskNeed
+from trainer.preflight.checks.storage import disk_need
 from trainer.preflight.config_only import ConfigChecks
 from trainer.preflight.diagnosis import trial
 from trainer.rollouts.compare_runs import COMPARED, compare
@@ -335,11 +335,11 @@ def test_memory_and_disk_are_counted_for_the_side_that_is_done(checkpoint: Path,
     assert need["both"].learner == need["replay"].learner
     num = ConfigChecks(both).networks.num_parameters
     assert need["rollout"].learner == 2 * num + 2**30 and need["both"].learner >= 16 * num + 2**30
-    disk = {name: DiskNeed.of(config, num, num, uses_servers=False) for name, config in
+    disk = {name: disk_need(config, num, num) for name, config in
             {"both": both, "replay": replay, "rollout": rollout}.items()}  # fmt: skip
-    assert disk["replay"].recordings == disk["rollout"].model == disk["rollout"].checkpoints == 0
-    assert disk["replay"].checkpoints == disk["both"].checkpoints > 0
-    assert disk["rollout"].recordings == disk["both"].recordings > 0
+    assert disk["both"].keys() == {"checkpoints", "the model", "recordings"}
+    assert disk["replay"] == {name: disk["both"][name] for name in ("checkpoints", "the model")}
+    assert disk["rollout"] == {"recordings": disk["both"]["recordings"]}
 
 
 def test_a_printed_configuration_repeats_the_replay(
