@@ -6,10 +6,12 @@ import asyncio
 import base64
 import io
 import json
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -101,6 +103,24 @@ def said(answer: tuple[int, dict[str, Any]], choice: int = 0) -> dict[str, Any]:
     status, body = answer
     assert status == 200, body
     return body["choices"][choice]["message"]
+
+
+def command(folder: Path, source: str) -> str:
+    """Write an agent that is a program; return its command."""
+    path = folder / "agent.py"
+    path.write_text(f"import json, os, sys, time, urllib.request\n{source}")
+    return f"{sys.executable} {path}"
+
+
+#: The beginning of such a program: its task, and how it asks.
+ASK = """
+task = json.loads(sys.stdin.readline())
+def ask(messages):
+    body = json.dumps({"messages": messages}).encode()
+    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)
+    return json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]
+"""
 
 
 def as_part(image: Image.Image) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -26,7 +25,19 @@ from agents.rendering.renderer import Renderer
 from agents.rollout.episode import ABORT
 from agents.types import Completion, EndReason, GenerateRequest, Trajectory
 from envs.config.plugins import give
-from tests.agents.gateway.playing import TOOL, Ask, NotingEngine, as_part, loop_of, play, post, said, script
+from tests.agents.gateway.playing import (
+    ASK,
+    TOOL,
+    Ask,
+    NotingEngine,
+    as_part,
+    command,
+    loop_of,
+    play,
+    post,
+    said,
+    script,
+)
 from tests.prompts import make_image, sample
 
 CALL = 'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
@@ -262,23 +273,6 @@ def test_an_agent_that_asks_what_is_refused_for_ever_is_ended(renderer: Renderer
     t = play(renderer, agent)
     assert t.end_reason is EndReason.ENV_ERROR
     assert "100 requests of the agent were refused" in (t.error or "")
-
-
-def command(folder: Path, source: str) -> str:
-    """Write an agent that is a program; return its command."""
-    path = folder / "agent.py"
-    path.write_text(f"import json, os, sys, time, urllib.request\n{source}")
-    return f"{sys.executable} {path}"
-
-
-ASK = """
-task = json.loads(sys.stdin.readline())
-def ask(messages):
-    body = json.dumps({"messages": messages}).encode()
-    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)
-    return json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]
-"""
 
 
 def test_a_command_gets_the_task_and_its_last_line_is_the_result(renderer: Renderer, tmp_path: Path) -> None:

@@ -18,66 +18,56 @@ from agents.replaying.runner import ReplaySummary, replay
 from agents.replaying.stream_replayer import StreamReplayer
 from agents.types import EndReason
 from envs.errors import UserError
-from tests.agents.gateway.playing import entry, loop_of, script
+from tests.agents.gateway.playing import ASK, command, entry, loop_of, script
 
 #: Asks in two conversations, then goes on in the first.
-AGENT = """
-import json, os, sys, urllib.request
-task = json.loads(sys.stdin.readline())
-def ask(messages):
-    body = json.dumps({"messages": messages}).encode()
-    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key)
-    return json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]
+AGENT = f"""{ASK}
 first = ask(task["messages"])
-ask([{"role": "user", "content": "Who are you?"}])
-print(ask([*task["messages"], first, {"role": "user", "content": "Sure?"}])["content"])
+ask([{{"role": "user", "content": "Who are you?"}}])
+print(ask([*task["messages"], first, {{"role": "user", "content": "Sure?"}}])["content"])
 """
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Path:
-    path = tmp_path / "agent.py"
-    path.write_text(AGENT)
-    return path
+def program(tmp_path: Path) -> str:
+    return command(tmp_path, AGENT)
 
 
 @pytest.fixture
-def recording(renderer: Renderer, program: Path, tmp_path: Path) -> Recording:
-    agent = f"python {program}"
-    loop, build, task = loop_of(renderer, agent, "\\boxed{4}", "A judge.", "\\boxed{5}")
+def recording(renderer: Renderer, program: str, tmp_path: Path) -> Recording:
+    loop, build, task = loop_of(renderer, program, "\\boxed{4}", "A judge.", "\\boxed{5}")
     trajectory = asyncio.run(loop.run(task, build, seed=7))
     assert (trajectory.end_reason, len(trajectory.streams), trajectory.reward) == (EndReason.COMPLETED, 2, 1.0)
-    with Recorder(tmp_path / "run", build_manifest(entry(agent), renderer, "tiny", {"train": loop})) as recorder:
+    with Recorder(tmp_path / "run", build_manifest(entry(program), renderer, "tiny", {"train": loop})) as recorder:
         recorder.write(trajectory, step=1)
     return Recording.open(tmp_path / "run")
 
 
-def replayed(recording: Recording, program: Path, renderer: Renderer) -> ReplaySummary:
-    player = StreamReplayer(ReplayContext(recording, entry(f"python {program}")), renderer)
+def replayed(recording: Recording, program: str, renderer: Renderer) -> ReplaySummary:
+    player = StreamReplayer(ReplayContext(recording, entry(program)), renderer)
     return asyncio.run(replay(player, recording.episodes()))
 
 
 def test_an_agent_that_has_not_changed_writes_the_recorded_streams_again(
-    recording: Recording, program: Path, renderer: Renderer
+    recording: Recording, program: str, renderer: Renderer
 ) -> None:
     summary = replayed(recording, program, renderer)
     assert (summary.num_replayed, summary.num_turns, summary.differing) == (1, 3, [])
 
 
 def test_an_agent_that_asks_otherwise_differs_from_that_turn_on(
-    recording: Recording, program: Path, renderer: Renderer
+    recording: Recording, program: str, renderer: Renderer, tmp_path: Path
 ) -> None:
-    program.write_text(AGENT.replace("Who are you?", "Who am I?"))
+    command(tmp_path, AGENT.replace("Who are you?", "Who am I?"))
     (found,) = replayed(recording, program, renderer).differing
     assert {difference.turn for difference in found.differences} == {2}
 
 
 def test_a_fork_gives_the_agent_its_recorded_turns_and_then_other_ones(
-    recording: Recording, program: Path, renderer: Renderer
+    recording: Recording, program: str, renderer: Renderer
 ) -> None:
     (episode,) = recording.episodes()
-    context = ReplayContext(recording, entry(f"python {program}"))
+    context = ReplayContext(recording, entry(program))
     fork = Fork(episode, 2, context, renderer, context.way(episode))
     assert asyncio.run(fork.changes()) == ()
     loop = fork.loop(ScriptedEngine(renderer.tokenizer, script("\\boxed{6}")), 1)
@@ -86,7 +76,7 @@ def test_a_fork_gives_the_agent_its_recorded_turns_and_then_other_ones(
     assert trajectory.turns[-1].info == {"result": "\\boxed{6}"} and trajectory.reward == 0.0
 
 
-def test_a_replay_without_a_model_asks_for_one(recording: Recording, program: Path) -> None:
-    inputs = open_all(ReplayConfig(run=str(recording.folder)), entry(f"python {program}"))
+def test_a_replay_without_a_model_asks_for_one(recording: Recording, program: str) -> None:
+    inputs = open_all(ReplayConfig(run=str(recording.folder)), entry(program))
     with pytest.raises(UserError, match="--model: must be given to replay 'agent', an agent"):
         _ = inputs.replayer
