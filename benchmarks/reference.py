@@ -152,6 +152,8 @@ def write_model(folder: Path, tokenizer_folder: Path, shape: Published | None, d
     torch.manual_seed(0)
     with torch.device(device):
         PolicyModel.from_config(config).save(folder)
+    # What the weights took belongs to the learner and its server from here on.
+    torch.cuda.empty_cache()
     processor = Qwen2VLImageProcessorPil(
         patch_size=14,
         merge_size=2,
