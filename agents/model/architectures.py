@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ class Architecture:
     2406.04334). `windows`: most layers of the tower attend only within windows of `window_size` pixels (Qwen2.5-VL,
     arXiv 2502.13923, section 2.1.1). `states`: most layers of the decoder carry a state from token to token in place of
     attention (`agents.model.delta_net`). `names_are_saved`: a checkpoint holds the weights with the same names and
-    shapes as the network in memory; but with `transposes_experts` it holds the matrices of a mixture's experts as
-    (experts, inputs, outputs), where the network has (experts, outputs, inputs). So they lie on the hub, and servers
-    read nothing else; Transformers reads both and writes its own.
+    shapes as the network in memory; but names that begin with a key of `saved_prefixes` begin with its value there,
+    and with `transposes_experts` it holds the matrices of a mixture's experts as (experts, inputs, outputs), where the
+    network has (experts, outputs, inputs). So they lie on the hub, and servers read nothing else; Transformers reads
+    both.
 
     Example::
 
@@ -47,6 +48,18 @@ class Architecture:
     windows: bool = False
     states: bool = False
     transposes_experts: bool = False
+    saved_prefixes: Mapping[str, str] = field(default_factory=dict)
+
+    def saved_name(self, name: str) -> str:
+        """Return the name in a checkpoint of a weight of the network.
+
+        >>> ARCHITECTURES["qwen2_5_vl"].saved_name("model.language_model.norm.weight")
+        'model.norm.weight'
+        """
+        for prefix, saved in self.saved_prefixes.items():
+            if name.startswith(prefix):
+                return saved + name.removeprefix(prefix)
+        return name
 
     def decoder(self, network: nn.Module) -> Any:
         """Return the module with `embed_tokens` and `layers`."""
@@ -121,7 +134,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         transposes_experts=True,
     ),
     "qwen2_5_vl": Architecture(
-        "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessor", names_are_saved=False, vision=True, windows=True
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLProcessor",
+        vision=True,
+        windows=True,
+        saved_prefixes={"model.visual.": "visual.", "model.language_model.": "model."},
     ),
     "qwen3_5": Architecture("Qwen3_5ForConditionalGeneration", "Qwen3VLProcessor", vision=True, states=True),
     "qwen3_5_moe": Architecture(

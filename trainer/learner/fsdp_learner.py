@@ -284,14 +284,16 @@ class FSDPLearner(StepLearner[MicroBatch]):
                 return _whole(weight if self.config.lora_rank else weight.detach().to(self.dtype))
 
             for name, weight in merged_weights(self.model, whole):
-                saved_name = name.removeprefix("backbone.")
-                yield saved_name, self.model.as_saved(saved_name, weight.to(self.device, self.dtype))
+                own_name = name.removeprefix("backbone.")
+                saved = self.model.as_saved(own_name, weight.to(self.device, self.dtype))
+                yield self.model.architecture.saved_name(own_name), saved
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of what `stream` yields, in its order."""
         every = {n: p.shape for n, p in self.model.named_parameters() if not is_adapter(n)}
         named = {plain_name(n).removeprefix("backbone."): torch.empty(s, device="meta") for n, s in every.items()}
-        return [(name, tuple(self.model.as_saved(name, weight).shape)) for name, weight in named.items()]
+        shapes = {name: tuple(self.model.as_saved(name, weight).shape) for name, weight in named.items()}
+        return [(self.model.architecture.saved_name(name), shape) for name, shape in shapes.items()]
 
     def adapter(self) -> Adapter:
         """Return the low-rank updates alone, in the learner's dtype; every rank must call it."""

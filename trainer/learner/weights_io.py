@@ -102,9 +102,10 @@ def load_weights(
             if is_adapter(names[0]):
                 rows.copy_(initial_adapter(names[0], parameter.shape, seed)[start:end])
                 continue
-            saved = [plain_name(name).removeprefix("backbone.") for name in names]
-            # A tied weight has two names, and a checkpoint holds it under either.
-            name = next((name for name in saved if name in source), None)
+            own = [plain_name(name).removeprefix("backbone.") for name in names]
+            saved = [model.architecture.saved_name(name) for name in own]
+            # A tied weight has two names, and a checkpoint holds it under either; some have the names of the network.
+            name = next((name for name in (*saved, *own) if name in source), None)
             rule = f"must hold a tensor {saved[0]} of shape {tuple(parameter.shape)}"
             fix = "give a complete checkpoint of the network that its config.json describes"
             if name is None:

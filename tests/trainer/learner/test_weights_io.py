@@ -89,7 +89,7 @@ def test_both_ways_in_which_experts_lie_are_the_same_network(checkpoints: dict[s
     assert_same_tensors(*map(parameters, models))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen2_5_vl tied"])
 def test_a_learner_sends_the_tensors_of_the_checkpoint_that_it_writes(
     checkpoints: dict[str, Path], model_type: str, tmp_path: Path
 ) -> None:
@@ -134,6 +134,22 @@ def test_a_tied_weight_is_found_under_either_name(checkpoints: dict[str, Path], 
     model = empty_model(tmp_path / "copy")
     load_weights(model, tmp_path / "copy", "cpu")
     assert_same_tensors(parameters(model), parameters(PolicyModel.load(checkpoints["qwen3"])))
+
+
+def test_a_checkpoint_may_have_the_names_of_the_network(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(checkpoints["qwen2_5_vl"], tmp_path / "copy")
+    file = tmp_path / "copy/model.safetensors"
+    architecture = ARCHITECTURES["qwen2_5_vl"]
+    expected = parameters(PolicyModel.load(checkpoints["qwen2_5_vl"]))
+    names = {architecture.saved_name(name): name for name in (n.removeprefix("backbone.") for n in expected)}
+    tensors = safetensors.torch.load_file(file)
+    assert tensors.keys() == names.keys() and not any(name in tensors for name in names.values() if "model." in name)
+    safetensors.torch.save_file({names[name]: tensor for name, tensor in tensors.items()}, file)
+    model = empty_model(tmp_path / "copy")
+    load_weights(model, tmp_path / "copy", "cpu")
+    assert_same_tensors(parameters(model), expected)
+    rows = rows_of_checkpoint(tmp_path / "copy", model)
+    assert check_same(expected, rows, "the learner", "the folder").status == "ok"
 
 
 def test_frozen_parameters_keep_a_dtype_of_their_own(checkpoints: dict[str, Path]) -> None:

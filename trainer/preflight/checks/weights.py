@@ -26,10 +26,12 @@ def rows_of_checkpoint(path: str | Path, network: PolicyModel) -> Rows:
     tensors = CheckpointTensors(path)
 
     def rows(name: str, start: int, end: int) -> Tensor | None:
-        if name not in tensors and name.endswith("embed_tokens.weight"):
-            name = "lm_head.weight"  # a tied output layer may be saved in place of the embedding
-        if name in tensors:
-            return torch.atleast_1d(network.as_in_memory(name, tensors.rows(name, start, end)))
+        names = [network.architecture.saved_name(name), name]
+        if name.endswith("embed_tokens.weight"):
+            names.append("lm_head.weight")  # a tied output layer may be saved in place of the embedding
+        for each in names:
+            if each in tensors:
+                return torch.atleast_1d(network.as_in_memory(name, tensors.rows(each, start, end)))
         return None
 
     return rows
