@@ -32,7 +32,7 @@ class Architecture:
     shapes as the network in memory; but names that begin with a key of `saved_prefixes` begin with its value there,
     and with `transposes_experts` it holds the matrices of a mixture's experts as (experts, inputs, outputs), where the
     network has (experts, outputs, inputs). So they lie on the hub, and servers read nothing else; Transformers reads
-    both.
+    both ways, and writes experts in its own.
 
     Example::
 
