@@ -51,6 +51,9 @@ def test_tensorboard_hides_steps_that_a_resumed_run_takes_again(tmp_path: Path) 
     for step in (1, 2, 3):
         log.write(step, {"reward": step / 2})
     log.close()
+    # TensorBoard reads files by name, which is the second of their start; a run is never resumed within the same one.
+    (first,) = (tmp_path / "tensorboard").iterdir()
+    first.rename(first.with_name("events.out.tfevents.0000000001"))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:2]))  # a checkpoint stands at step 2
     log = MetricsLog(tmp_path, CONFIG, ("tensorboard",), steps_done=2)
