@@ -51,4 +51,5 @@ agent = theirs.Agent(
     # Of its two clients, that of chat completions leaves the images of tools out.
     model=theirs.OpenAIResponsesModel(model="policy", openai_client=AsyncOpenAI()),
 )
-print(theirs.Runner.run_sync(agent, [{"role": "user", "content": content}], max_turns=4).final_output)
+# More turns than the entry's limit, at which an episode counts; at its own the runner raises.
+print(theirs.Runner.run_sync(agent, [{"role": "user", "content": content}], max_turns=8).final_output)
