@@ -51,7 +51,8 @@ def test_tensorboard_hides_steps_that_a_resumed_run_takes_again(tmp_path: Path) 
     for step in (1, 2, 3):
         log.write(step, {"reward": step / 2})
     log.close()
-    # TensorBoard reads files by name, which is the second of their start; a run is never resumed within the same one.
+    # TensorBoard reads files in the order of their names, which begin with the second that they were opened in. A run
+    # is never resumed within the same second.
     (first,) = (tmp_path / "tensorboard").iterdir()
     first.rename(first.with_name("events.out.tfevents.0000000001"))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
