@@ -21,8 +21,11 @@ PAGE = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
 
 
 def lines(text: str) -> list[str]:
-    """Return the lines of an output without figures, frames and episodes, which are others on other machines."""
-    shapes = (re.sub(r"[\d.]+", "0", line).strip() for line in text.splitlines())
+    """Return the lines of an output without figures, frames and episodes, which are others on other machines.
+
+    A column's padding goes with its figures: 9 is padded by one space more than 10.
+    """
+    shapes = (" ".join(re.sub(r"[\d.]+", "0", line).split()) for line in text.splitlines())
     shapes = (re.sub(r"(evaluate-\S+-0-0)(, (\1|0))+", r"\1", shape) for shape in shapes)  # however many
     return list(dict.fromkeys(shape for shape in shapes if shape and not shape.startswith(("─", "evaluate-"))))
 
@@ -41,15 +44,17 @@ def test_the_bug_hunt_finds_the_planted_fault_in_the_three_commands_of_the_page(
         session(PAGE, word) for word in ("--name first", "first --registry registry.yaml\n", "--max-concurrent 1")
     )
     (accuracy,) = re.findall(r"accuracy \(pass@1\) +(\S+)", command(evaluate[0], 0))
-    assert float(accuracy) < 0.08  # the model solves one in seven
     out = command(replay[0], 1)
-    assert lines(out)[:5] == lines(replay[1])[:5]
+    # The table alone: how many episodes are listed below it depends on which of them ran at the same time.
+    assert lines(out)[:4] == lines(replay[1])[:4]
     assert "gave another result" in out and "the environment is random, or its episodes share state" in out
     out = command([*alone[0], "--report", "alone.json"], 1)
     assert lines(out) == lines(alone[1])
     report = json.loads((tmp_path / "alone.json").read_text())
     assert set(report["kinds"]) == {"reward"} and report["unsteady"] == []
     labels = {e.id: (e.label, e.turns[-1].text) for e in Recording.open(tmp_path / "runs" / "first").episodes()}
+    solved = [score_text(text, str(label)) for label, text in labels.values()]
+    assert float(accuracy) < sum(solved) / len(solved)
     for found in report["found"]:
         label, text = labels[found["id"]]
         assert [each["replayed"] for each in found["differences"]] == [score_text(text, str(label))]
