@@ -28,11 +28,11 @@ class Architecture:
     decoder and takes one position. `deepstack`: features of several layers of the tower enter the decoder (arXiv
     2406.04334). `windows`: most layers of the tower attend only within windows of `window_size` pixels (Qwen2.5-VL,
     arXiv 2502.13923, section 2.1.1). `states`: most layers of the decoder carry a state from token to token in place of
-    attention (`agents.model.delta_net`). `names_are_saved`: a checkpoint holds the weights with the same names and
-    shapes as the network in memory; but names that begin with a key of `saved_prefixes` begin with its value there,
-    and with `transposes_experts` it holds the matrices of a mixture's experts as (experts, inputs, outputs), where the
-    network has (experts, outputs, inputs). So they lie on the hub, and servers read nothing else; Transformers reads
-    both ways, and writes experts in its own.
+    attention (`agents.model.delta_net`). A checkpoint holds the weights with the same names and shapes as the network
+    in memory; but names that begin with a key of `saved_prefixes` begin with its value there, and with
+    `transposes_experts` it holds the matrices of a mixture's experts as (experts, inputs, outputs), where the network
+    has (experts, outputs, inputs). So they lie on the hub, and servers read nothing else; Transformers reads other
+    ways too, and writes experts in its own.
 
     Example::
 
@@ -42,7 +42,6 @@ class Architecture:
 
     network: str
     processor: str = ""
-    names_are_saved: bool = True
     vision: bool = False
     deepstack: bool = False
     windows: bool = False
@@ -79,20 +78,13 @@ class Architecture:
 
         Raises `UserError` where it cannot be read, or lacks weights: Transformers would draw them at random.
         """
-        network, report = self.read_with_report(path, **options)
+        with _checkpoint_errors(path):
+            # Transformers itself only logs what a checkpoint lacks.
+            network, report = self._class().from_pretrained(path, output_loading_info=True, **options)
         if missing := sorted(report["missing_keys"]):
             rule, got = "must hold every weight of the network in its config.json", f"none named {missing[0]}"
             raise UserError("--model", rule, got, "give a whole checkpoint, or the config.json that belongs to it")
         return network
-
-    def read_with_report(self, path: Any, **options: Any) -> tuple[nn.Module, Mapping[str, Any]]:
-        """Return the network of a checkpoint, and Transformers' report of weights that it lacks or that do not fit.
-
-        Raises `UserError` where it cannot be read.
-        """
-        with _checkpoint_errors(path):
-            # Transformers itself only logs what a checkpoint lacks.
-            return self._class().from_pretrained(path, output_loading_info=True, **options)
 
     def _class(self) -> Any:
         import transformers
@@ -141,13 +133,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         saved_prefixes={"model.visual.": "visual.", "model.language_model.": "model."},
     ),
     "qwen3_5": Architecture("Qwen3_5ForConditionalGeneration", "Qwen3VLProcessor", vision=True, states=True),
-    "qwen3_5_moe": Architecture(
-        "Qwen3_5MoeForConditionalGeneration",
-        "Qwen3VLProcessor",
-        names_are_saved=False,
-        vision=True,
-        states=True,
-    ),
+    "qwen3_5_moe": Architecture("Qwen3_5MoeForConditionalGeneration", "Qwen3VLProcessor", vision=True, states=True),
     "glm4v": Architecture("Glm4vForConditionalGeneration", "Glm4vProcessor", vision=True),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen2": Architecture("Qwen2ForCausalLM"),
@@ -235,7 +221,6 @@ class ModelFacts:
     image_token_id: int
     merge_size: int
     max_positions: int
-    names_are_saved: bool
     routes: RouteShape | None = None
 
     @classmethod
@@ -263,7 +248,6 @@ class ModelFacts:
                 image_token_id=image_token_id,
                 merge_size=merge_size,
                 max_positions=int(config.get_text_config().max_position_embeddings),
-                names_are_saved=architecture.names_are_saved,
                 routes=_routes_of(config.get_text_config()),
             )
 

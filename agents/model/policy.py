@@ -93,11 +93,9 @@ class PolicyModel(nn.Module):
             weights = dict(self.named_parameters())  # names a tied weight once
         # Transformers knows the network without our prefix.
         named = {n.removeprefix("backbone."): tensor.detach().to("cpu", dtype) for n, tensor in weights.items()}
-        state = {name: self.as_saved(name, weight) for name, weight in named.items()}
-        # Transformers would turn experts back to how they lie in memory.
-        backbone.save_pretrained(
-            folder, state_dict=state, save_original_format=not self.architecture.transposes_experts
-        )
+        state = {self.architecture.saved_name(name): self.as_saved(name, weight) for name, weight in named.items()}
+        # Transformers would write the experts of a mixture in a way of its own.
+        backbone.save_pretrained(folder, state_dict=state, save_original_format=False)
         self.save_settings(folder, dtype)
 
     def save_settings(self, folder: str | Path, dtype: torch.dtype) -> None:

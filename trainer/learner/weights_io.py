@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +80,13 @@ def load_weights(
     parameter's dtype. The adapters of `trainer.learner.lora`, which no checkpoint has, get their first values from
     `seed`.
 
-    A rank reads only the rows of its own shards, straight from the mapped files. If a checkpoint has other names
-    than the network in memory (`names_are_saved` of its architecture is False), Transformers reads and converts
-    it, and every rank needs CPU memory for the whole checkpoint meanwhile.
+    A rank reads only the rows of its own shards, straight from the mapped files.
 
     Raises:
         UserError: there are no safetensors files, or a parameter is missing or has another shape.
     """
     _materialise(model, torch.device(device if weights_device is None else weights_device), torch.device(device))
-    if model.architecture.names_are_saved:
-        source = CheckpointTensors(path)
-    else:
-        source = _ConvertedTensors(model, path)
+    source = CheckpointTensors(path)
     with torch.no_grad():
         for names, parameter in _named(model):
             if isinstance(parameter, DTensor):
@@ -163,6 +158,9 @@ def _materialise(model: nn.Module, weights_device: torch.device, device: torch.d
 class CheckpointTensors:
     """Reads rows of the tensors in a checkpoint's safetensors files, without loading the rest.
 
+    A tensor of all experts of a layer may lie there whole, or as tensors of each expert, which are put together here:
+    Transformers 5 writes Qwen3.5's mixtures so.
+
     Example::
 
         tensors = CheckpointTensors(Path("path/to/checkpoint"))
@@ -181,55 +179,48 @@ class CheckpointTensors:
                 raise UserError("--model", rule, f"{file} ({error})", "copy the file again") from error
             self._file_of.update(dict.fromkeys(opened.keys(), opened))
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of or all(part in self._file_of for part in _parts_of_expert(name, 0) or [name])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return tuple(self._file_of[name].get_slice(name).get_shape())
+        """Return the shape of a tensor; of experts, only those before the first that lacks a part are counted."""
+        if name in self._file_of:
+            return self._shape(name)
+        parts = _parts_of_expert(name, 0)
+        shape = self._shape(parts[0])
+        count = 0
+        while all(part in self._file_of and self._shape(part) == shape for part in _parts_of_expert(name, count)):
+            count += 1
+        num_rows = [len(parts) * size for size in shape[:1]]
+        return (count, *num_rows, *shape[1:])
 
     def rows(self, name: str, start: int, end: int) -> Tensor:
         """Return rows of a tensor; a scalar is returned whole."""
-        part = self._file_of[name].get_slice(name)
-        if part.get_shape():
-            return part[start:end]
+        if name not in self._file_of:
+            experts = (_parts_of_expert(name, number) for number in range(start, end))
+            return torch.stack([torch.cat([self._slice(part)[:] for part in parts]) for parts in experts])
+        if self._shape(name):
+            return self._slice(name)[start:end]
         return self._file_of[name].get_tensor(name)
 
-    def dtype(self) -> torch.dtype:
-        """Return a dtype that holds every value exactly."""
-        kinds = {file.get_slice(name).get_dtype() for name, file in self._file_of.items()}
-        # Float32 holds the values of every other mixture of dtypes.
-        if kinds == {"BF16"}:
-            return torch.bfloat16
-        return torch.float32
+    def _slice(self, name: str) -> Any:
+        return self._file_of[name].get_slice(name)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
 
 
-class _ConvertedTensors:
-    """The parameters of the network as Transformers reads and converts them, on the CPU."""
+def _parts_of_expert(name: str, number: int) -> Sequence[str]:
+    """Return the tensors of one expert in a tensor of all experts, one above the other; none for another tensor.
 
-    def __init__(self, model: PolicyModel, path: str | Path) -> None:
-        self.folder = str(path)
-        dtype = CheckpointTensors(path).dtype()
-        network, report = model.architecture.read_with_report(path, dtype=dtype, ignore_mismatched_sizes=True)
-        found = dict(network.named_parameters(remove_duplicate=False))
-        self._tensors: Mapping[str, Tensor] = {
-            n: p.detach() for n, p in found.items() if n not in report["missing_keys"]
-        }
-        self._other_shapes = {name: tuple(shape) for name, shape, _ in report["mismatched_keys"]}
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor in the checkpoint."""
-        return self._other_shapes.get(name, tuple(self._tensors[name].shape))
-
-    def rows(self, name: str, start: int, end: int) -> Tensor:
-        """Return rows of a tensor; a scalar is returned whole."""
-        tensor = self._tensors[name]
-        if tensor.dim():
-            return tensor[start:end]
-        return tensor
+    >>> _parts_of_expert("layers.0.mlp.experts.gate_up_proj", 7)
+    ['layers.0.mlp.experts.7.gate_proj.weight', 'layers.0.mlp.experts.7.up_proj.weight']
+    """
+    experts, _, kind = name.rpartition(".")
+    if not experts.endswith(".experts"):
+        return []
+    parts = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}.get(kind, [])
+    return [f"{experts}.{number}.{part}.weight" for part in parts]
 
 
 def weight_files(path: str | Path) -> Sequence[Path]:

@@ -173,8 +173,6 @@ class PreparedChecks(LearnerChecks):
 
     async def weights(self) -> Verdict:
         """Compare the learner's weights with the checkpoint's."""
-        if not self.network.architecture.names_are_saved:
-            return skipped("saved under other names than they have in memory: see the forward pass")
         weights = await asyncio.to_thread(self.learner_weights)
         if isinstance(weights, str):
             return skipped(weights)

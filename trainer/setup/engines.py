@@ -205,20 +205,18 @@ def servers_transport(
         UserError: `--sync` cannot work here.
     """
     got = f"{facts.model_type} on {learner.learner.device}"
-    # Direct transports send tensors by name, and servers know only the names on disk.
-    has_names = facts.names_are_saved
     on_gpu = learner.learner.device.type == "cuda"
     able = engine.capabilities.weights
-    if has_names and "ipc" in able:
+    if "ipc" in able:
         share_weights = learner.share_weights
     else:
         share_weights = None
     if config.sync == "ipc" and share_weights is None:
-        rule = "needs servers that are started here, a learner on a GPU here, and a network saved under its own names"
+        rule = "needs servers that are started here, and a learner on a GPU here"
         raise UserError("--sync ipc", rule, got, "give --sync disk")
-    has_group = has_names and "nccl" in able
+    has_group = "nccl" in able
     if config.sync == "nccl" and not has_group:
-        rule = "needs a network saved under its own names, and servers that join a process group"
+        rule = "needs servers that join a process group"
         raise UserError("--sync nccl", rule, got, "give --sync disk")
     # IPC needs both processes on one node; apart on a cluster, they may be on several.
     if share_weights and (config.sync == "ipc" or (config.sync in WITH_ADAPTERS and not learner.is_apart)):

@@ -373,7 +373,7 @@ def test_a_filler_weighs_nothing_and_shows_one_small_black_image(model: PolicyMo
 def test_minibatches_are_consecutive_groups_with_their_own_advantages_and_denominators() -> None:
     groups = [group(trajectory(reward=float(n)), trajectory(reward=0.0)) for n in range(1, 4)]
     advantages = [[float(n), -float(n)] for n in range(1, 4)]
-    facts = ModelFacts("qwen3_vl", (), IMAGE, MERGE, max_positions=4096, names_are_saved=True)
+    facts = ModelFacts("qwen3_vl", (), IMAGE, MERGE, max_positions=4096)
     parts = build_minibatches(groups, advantages, 2, facts, AlgorithmConfig(), max_new_tokens=64)
     assert [[s.advantage for s in part] for part in parts] == [[1, -1, 2, -2], [3, -3]]
     assert [[s.weight for s in part] for part in parts] == [[1 / 8] * 4, [1 / 4] * 2]

@@ -251,7 +251,7 @@ class MegatronLearner(StepLearner[ThdBatch]):
         Raises:
             UserError: a checkpoint of this network has other names than the network in memory.
         """
-        if self.model.architecture.saved_prefixes or not self.model.architecture.names_are_saved:
+        if self.model.architecture.saved_prefixes:
             rule = "needs servers for a network saved under other names"
             got = self.model.config.model_type
             raise UserError("--backend megatron", rule, got, "give --engine sglang")
