@@ -11,7 +11,8 @@ WORKERS ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -q -rs
-PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist loadfile
+# How tests are shared out follows: files keep their fixtures, but files of few long tests would leave workers idle.
+PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist
 STAMP := $(VENV)/.installed
 REFERENCE := $(addprefix trueturn.,environment training evaluating recorded runs rewards) trainer.callbacks agents.types envs.env envs.tool_env
 
@@ -35,10 +36,10 @@ demo: $(STAMP) ## train the bundled model on the bundled problems, on the CPU
 	$(BIN)/python -m trainer.run --env geo3k --max-turns 3
 
 test: $(STAMP) ## run the tests that prove every claim, on all cores: about ten minutes on two
-	HYPOTHESIS_PROFILE=quick $(PYTEST) $(PARALLEL) -m "not slow and not alone"
+	HYPOTHESIS_PROFILE=quick $(PYTEST) $(PARALLEL) loadfile -m "not slow and not alone"
 
 test-all: test ## run all tests: those of `make test`, the slow ones, random cases in full number, and time limits one by one
-	$(PYTEST) $(PARALLEL) -m "(slow or hypothesis) and not alone"
+	$(PYTEST) $(PARALLEL) worksteal -m "(slow or hypothesis) and not alone"
 	$(PYTEST) -m alone
 
 lint: $(STAMP) ## check style, formatting and types
