@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## train the bundled model on the bundled problems, on the CPU
 	$(BIN)/python -m trainer.run --env geo3k --max-turns 3
 
-test: $(STAMP) ## run the tests that prove every claim, on all cores: about ten minutes on two
+test: $(STAMP) ## run the tests that prove every claim, on all cores: about fifteen minutes on two
 	HYPOTHESIS_PROFILE=quick $(PYTEST) $(PARALLEL) loadfile -m "not slow and not alone"
 
 test-all: test ## run all tests: those of `make test`, the slow ones, random cases in full number, and time limits one by one

@@ -180,7 +180,8 @@ class CheckpointTensors:
             self._file_of.update(dict.fromkeys(opened.keys(), opened))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of or all(part in self._file_of for part in _parts_of_expert(name, 0) or [name])
+        parts = _parts_of_expert(name, 0)
+        return name in self._file_of or (bool(parts) and self._file_of.keys() >= set(parts))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor; of experts, only those before the first that lacks a part are counted."""
@@ -191,7 +192,7 @@ class CheckpointTensors:
         count = 0
         while all(part in self._file_of and self._shape(part) == shape for part in _parts_of_expert(name, count)):
             count += 1
-        num_rows = [len(parts) * size for size in shape[:1]]
+        num_rows = [len(parts) * size for size in shape[:1]]  # none of a scalar, which only a damaged file has
         return (count, *num_rows, *shape[1:])
 
     def rows(self, name: str, start: int, end: int) -> Tensor:

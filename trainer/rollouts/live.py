@@ -352,7 +352,7 @@ def prepare(config: RunConfig, start: Start | None = None, with_engine: bool = T
         with start.clock.stage("the engine's weights"):
             # Without servers it comes last: nothing else can fail then and leave a user's engine open.
             engine = engine or run_engine(config, model, folder, room, cleanup)
-            transport = build_transport(config, model.facts, learner, engine, folder)
+            transport = build_transport(config, learner, engine, folder)
         first = problems.train[0]
         prompt = first.prompt
         # Only servers keep what older weights made of an image.

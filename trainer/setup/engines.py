@@ -121,9 +121,7 @@ def run_engine(
     return built
 
 
-def build_transport(
-    config: RunConfig, facts: ModelFacts, learner: StartedLearner, engine: TrainableEngine, folder: Path
-) -> Transport:
+def build_transport(config: RunConfig, learner: StartedLearner, engine: TrainableEngine, folder: Path) -> Transport:
     """Return the transport that brings the learner's weights to the engine; its `start` starts both."""
     # Weights of one process need no transport: they are copied from tensor to tensor.
     if in_memory := memory_engine(engine):
@@ -131,7 +129,7 @@ def build_transport(
     servers = servers_of(engine)
     if servers is None:
         return DiskTransport(learner.learner, engine, folder / "sync")
-    merged = servers_transport(config.engine, facts, learner, servers, folder / "sync")
+    merged = servers_transport(config.engine, learner, servers, folder / "sync")
     return adapters_alone(merged, config.engine.sync, trains_adapters=config.learner.lora_rank > 0)
 
 
@@ -197,14 +195,14 @@ def build_engine(
 
 
 def servers_transport(
-    config: EngineConfig, facts: ModelFacts, learner: StartedLearner, engine: ServersEngine, folder: Path
+    config: EngineConfig, learner: StartedLearner, engine: ServersEngine, folder: Path
 ) -> ServersTransport:
     """Return the transport of all weights to servers, as `--sync` says: by itself the fastest that can work here.
 
     Raises:
         UserError: `--sync` cannot work here.
     """
-    got = f"{facts.model_type} on {learner.learner.device}"
+    got = f"a learner on {learner.learner.device}"
     on_gpu = learner.learner.device.type == "cuda"
     able = engine.capabilities.weights
     if "ipc" in able:

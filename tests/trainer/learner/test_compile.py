@@ -159,7 +159,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     [
         ("qwen3_vl", "eager"),
         ("qwen3_vl_moe", "aot_eager"),
-        ("qwen2_5_vl", "eager"),
+        ("qwen2_5_vl", "aot_eager"),
         ("qwen3_5", "eager"),
         pytest.param(
             *("qwen3", "inductor"),
